@@ -1,0 +1,234 @@
+"""AttentionCall: the arguments of one focus_attention call, checked and with their defaults filled in."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from focus_attn.router import value_checks
+from focus_attn.visibility import Pattern, Tokens, count_positions
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What every backend gets. Shapes as in `focus_attention`; nothing in it needs checking again."""
+
+    q: Tensor  # [B, H, Tq, D]
+    k: Tensor  # [B, Hkv, Tk, D]
+    v: Tensor  # [B, Hkv, Tk, Dv]
+    query_groups: Tensor  # [B, R, Tq, query_k] int64
+    key_groups: Tensor  # [B, R, Tk, key_k] int64
+    tokens: Tokens
+    pattern: Pattern
+    scale: float
+    softcap: float | None = None
+    sink_logits: Tensor | None = None  # [H]
+    query_gate: Tensor | None = None  # [B, R, Tq, K]
+    key_gate: Tensor | None = None  # [B, R, Tk, K]
+
+
+def make_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_groups: Tensor,
+    key_groups: Tensor,
+    *,
+    num_groups: int,
+    window: int,
+    num_sinks: int,
+    scale: float | None,
+    softcap: float | None,
+    sliding_window: int | None,
+    sink_logits: Tensor | None,
+    key_padding_mask: Tensor | None,
+    query_positions: Tensor | None,
+    key_positions: Tensor | None,
+    query_segments: Tensor | None,
+    key_segments: Tensor | None,
+    query_gate: Tensor | None,
+    key_gate: Tensor | None,
+) -> AttentionCall:
+    _check_qkv(q, k, v)
+    batch, heads, num_queries, width = q.shape
+    num_keys = k.shape[2]
+    _check_size("num_groups", num_groups, 1)
+    _check_size("window", window, 0)
+    _check_size("num_sinks", num_sinks, 0)
+    if sliding_window is not None:
+        _check_size("sliding_window", sliding_window, 1)
+    if scale is None:
+        scale = 1 / math.sqrt(width)
+    _check_number("scale", scale)
+    if softcap is not None:
+        _check_number("softcap", softcap)
+        if softcap <= 0:
+            raise ValueError(f"`softcap` must be positive, got {softcap}; None turns it off")
+
+    _check_groups("query_groups", query_groups, q, num_queries, k.shape[1], num_groups)
+    _check_groups("key_groups", key_groups, q, num_keys, k.shape[1], num_groups)
+    if query_groups.shape[1] != key_groups.shape[1]:
+        raise ValueError(
+            f"`query_groups` has {query_groups.shape[1]} routers and `key_groups` {key_groups.shape[1]}: "
+            "both must come from the same routers"
+        )
+    if sink_logits is not None:
+        _check_tensor("sink_logits", sink_logits, (heads,), q)
+        if sink_logits.dtype not in FLOATS:
+            raise TypeError(f"`sink_logits` must be floating point, got {sink_logits.dtype}")
+    if (query_gate is None) != (key_gate is None):
+        raise ValueError("`query_gate` and `key_gate` go together: pass both or neither")
+    if query_gate is not None and key_gate is not None:
+        routers = query_groups.shape[1]
+        _check_tensor("query_gate", query_gate, (batch, routers, num_queries, num_groups), q)
+        _check_tensor("key_gate", key_gate, (batch, routers, num_keys, num_groups), q)
+
+    tokens = _resolve_tokens(
+        q, num_keys, key_padding_mask, query_positions, key_positions, query_segments, key_segments
+    )
+    shared = query_groups is key_groups
+    query_groups = query_groups.long()
+    key_groups = query_groups if shared else key_groups.long()
+    pattern = Pattern(num_groups, window, num_sinks, sliding_window)
+    return AttentionCall(
+        q,
+        k,
+        v,
+        query_groups,
+        key_groups,
+        tokens,
+        pattern,
+        float(scale),
+        softcap,
+        sink_logits,
+        query_gate,
+        key_gate,
+    )
+
+
+def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"`{name}` must be a tensor, got {type(x).__name__}")
+        if x.dim() != 4:
+            raise ValueError(f"`{name}` must be [batch, heads, tokens, width], got shape {list(x.shape)}")
+        if x.dtype not in FLOATS:
+            raise TypeError(f"`{name}` must be floating point, got {x.dtype}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"q, k and v must have one dtype, got {q.dtype} for `q` and {x.dtype} for `{name}`")
+        if x.device != q.device:
+            raise ValueError(f"q, k and v must be on one device, got {q.device} for `q` and {x.device} for `{name}`")
+        if 0 in x.shape[:2] or x.shape[3] == 0:
+            raise ValueError(f"`{name}` has an empty batch, head or width dimension: shape {list(x.shape)}")
+    if k.shape[0] != q.shape[0] or v.shape[0] != q.shape[0]:
+        raise ValueError(f"batch sizes differ: q {q.shape[0]}, k {k.shape[0]}, v {v.shape[0]}")
+    if k.shape[1:3] != v.shape[1:3]:
+        raise ValueError(f"k and v must agree in heads and tokens, got {list(k.shape)} and {list(v.shape)}")
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"q and k must have one width, got {q.shape[3]} and {k.shape[3]}")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"the {q.shape[1]} query heads are not a multiple of the {k.shape[1]} key/value heads")
+
+
+def _check_groups(name: str, groups: Tensor, q: Tensor, length: int, kv_heads: int, num_groups: int) -> None:
+    if not isinstance(groups, Tensor):
+        raise TypeError(f"`{name}` must be a tensor of group ids, got {type(groups).__name__}")
+    if groups.dtype not in INTEGERS:
+        raise TypeError(f"`{name}` must hold integer ids, got {groups.dtype}")
+    if groups.dim() != 4:
+        raise ValueError(f"`{name}` must be [batch, routers, tokens, k], got shape {list(groups.shape)}")
+    if groups.device != q.device:
+        raise ValueError(f"`{name}` is on {groups.device}, q on {q.device}")
+    if groups.shape[0] != q.shape[0] or groups.shape[2] != length:
+        raise ValueError(f"`{name}` must have batch {q.shape[0]} and {length} tokens, got shape {list(groups.shape)}")
+    if groups.shape[1] not in (1, kv_heads):
+        raise ValueError(
+            f"`{name}` must have 1 router or one for each of the {kv_heads} key/value heads, got {groups.shape[1]}"
+        )
+    if not 1 <= groups.shape[3] <= num_groups:
+        raise ValueError(f"`{name}` gives {groups.shape[3]} ids a token; between 1 and `num_groups` ({num_groups}) fit")
+    if value_checks(groups) and groups.numel() and (groups.min() < 0 or groups.max() >= num_groups):
+        raise ValueError(
+            f"`{name}` holds ids from {int(groups.min())} to {int(groups.max())}; with `num_groups={num_groups}` "
+            f"they must lie in 0..{num_groups - 1}"
+        )
+
+
+def _check_tensor(name: str, x: Tensor, shape: tuple[int, ...], q: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"`{name}` must be a tensor, got {type(x).__name__}")
+    if tuple(x.shape) != shape:
+        raise ValueError(f"`{name}` must have shape {list(shape)}, got {list(x.shape)}")
+    if x.device != q.device:
+        raise ValueError(f"`{name}` is on {x.device}, q on {q.device}")
+
+
+def _check_size(name: str, value: int, lowest: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"`{name}` must be an integer, got {value!r}")
+    if value < lowest:
+        raise ValueError(f"`{name}` must be at least {lowest}, got {value}")
+
+
+def _check_number(name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"`{name}` must be a number, got {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(f"`{name}` must be finite, got {value}")
+
+
+def _resolve_tokens(
+    q: Tensor,
+    num_keys: int,
+    key_padding_mask: Tensor | None,
+    query_positions: Tensor | None,
+    key_positions: Tensor | None,
+    query_segments: Tensor | None,
+    key_segments: Tensor | None,
+) -> Tokens:
+    """Positions default to counting real tokens, the queries being the last Tq of the Tk slots."""
+    batch, num_queries = q.shape[0], q.shape[2]
+    queries_are_last = num_queries <= num_keys
+    if key_padding_mask is not None:
+        _check_tensor("key_padding_mask", key_padding_mask, (batch, num_keys), q)
+        if key_padding_mask.dtype != torch.bool:
+            raise TypeError(f"`key_padding_mask` must be bool (True = real token), got {key_padding_mask.dtype}")
+        if key_positions is not None:
+            raise ValueError("`key_padding_mask` and `key_positions` say the same thing: pass one (-1 marks padding)")
+    for name, x, length in (
+        ("query_positions", query_positions, num_queries),
+        ("key_positions", key_positions, num_keys),
+        ("query_segments", query_segments, num_queries),
+        ("key_segments", key_segments, num_keys),
+    ):
+        if x is not None:
+            _check_tensor(name, x, (batch, length), q)
+            if x.dtype not in INTEGERS:
+                raise TypeError(f"`{name}` must hold integers, got {x.dtype}")
+
+    if key_segments is None and query_segments is not None:
+        raise ValueError("`query_segments` needs `key_segments`: which keys belong to which sequence")
+    if key_segments is not None:
+        key_segments = key_segments.long()
+        if query_segments is None:
+            if not queries_are_last:
+                raise ValueError(f"{num_queries} queries but {num_keys} keys: pass `query_segments`")
+            query_segments = key_segments[:, num_keys - num_queries :]
+        query_segments = query_segments.long()
+
+    if key_positions is None:
+        real = key_padding_mask
+        if real is None:
+            real = torch.ones(batch, num_keys, dtype=torch.bool, device=q.device)
+        key_positions = count_positions(real, key_segments)
+    if query_positions is None:
+        if not queries_are_last:
+            raise ValueError(f"{num_queries} queries but {num_keys} keys: pass `query_positions`")
+        query_positions = key_positions[:, num_keys - num_queries :]
+    return Tokens(query_positions.long(), key_positions.long(), query_segments, key_segments)

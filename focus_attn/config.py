@@ -1,0 +1,164 @@
+"""FocusConfig: every choice that defines a Focus adapter, checked when it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+RouterScope = Literal["auto", "kv_head", "layer"]
+Normalization = Literal["sinkhorn", "softmax"]
+Gate = Literal["hard", "multiplicative", "additive"]
+RoutingKind = Literal["causal", "paper_leaky"]
+SlidingLayers = Literal["keep", "intersect"]
+Backend = Literal["auto", "reference", "stock", "triton"]
+
+# With `router_scope="auto"`: routers per KV head up to this many heads, one per layer above.
+MAX_ROUTERS_PER_LAYER = 8
+
+
+def _option(default: Any, help: str, choices: Any = None) -> Any:
+    metadata: dict[str, Any] = {"help": help}
+    if choices is not None:
+        metadata["choices"] = get_args(choices)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class FocusConfig:
+    """What a Focus adapter is. Frozen: use `dataclasses.replace` to vary one.
+
+    The defaults are the setting the project recommends; `FocusConfig.paper()` is the published one.
+    """
+
+    num_groups: int = _option(8, "K, the number of groups a token can be sent to")
+    query_top_k: int = _option(1, "how many groups a token looks into as a query")
+    key_top_k: int = _option(1, "how many groups a token belongs to as a key")
+    window: int = _option(128, "tokens at this distance or nearer always attend (window + 1 keys)")
+    num_sinks: int = _option(4, "the first tokens of a sequence, which every later token attends to")
+    router_dim: int = _option(16, "d_g, the width of the router's projection")
+    router_scope: RouterScope = _option(
+        "auto", "one router per KV head, per layer, or per KV head while there are at most 8", RouterScope
+    )
+    shared_router: bool = _option(False, "True: one projection for the query and the key side, as published")
+    normalization: Normalization = _option("sinkhorn", "how scores become soft assignments", Normalization)
+    temperature: float = _option(1.0, "tau, the scores are divided by it before they are normalised")
+    sinkhorn_iters: int = _option(10, "alternations of Sinkhorn's column and row scaling")
+    gate: Gate = _option("hard", "what a training forward computes; inference is always hard", Gate)
+    gate_sharpness: float = _option(10.0, "lambda of the multiplicative and the additive gate")
+    routing: RoutingKind = _option(
+        "causal", "paper_leaky: ids from Sinkhorn over the whole sequence, which sees the future", RoutingKind
+    )
+    sliding_layers: SlidingLayers = _option(
+        "keep", "layers that slide already: left alone, or Focus inside their window", SlidingLayers
+    )
+    dense_layers: tuple[int, ...] = _option((), "layers that keep full attention, by index (negative: from the end)")
+    backend: Backend = _option("auto", "which implementation computes the attention", Backend)
+
+    def __post_init__(self) -> None:
+        for name, lowest in _LOWEST.items():
+            _check_int(name, getattr(self, name), lowest)
+        for spec in dataclasses.fields(self):
+            choices = spec.metadata.get("choices")
+            value = getattr(self, spec.name)
+            if choices is not None and value not in choices:
+                raise ValueError(f"`{spec.name}` must be one of {', '.join(map(repr, choices))}, got {value!r}")
+        for name in ("query_top_k", "key_top_k"):
+            if getattr(self, name) > self.num_groups:
+                raise ValueError(
+                    f"`{name}` must be at most `num_groups` ({self.num_groups}), got {getattr(self, name)}: "
+                    "lower it or raise `num_groups`"
+                )
+        for name in ("temperature", "gate_sharpness"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"`{name}` must be a number, got {value!r}")
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"`{name}` must be positive and finite, got {value!r}")
+        if not isinstance(self.shared_router, bool):
+            raise TypeError(f"`shared_router` must be True or False, got {self.shared_router!r}")
+        if isinstance(self.dense_layers, (str, int)) or not all(
+            isinstance(i, int) and not isinstance(i, bool) for i in self.dense_layers
+        ):
+            raise TypeError(
+                f"`dense_layers` must be a sequence of layer indices such as (0, -1), got {self.dense_layers!r}"
+            )
+        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))  # a list would break equality
+
+    @classmethod
+    def paper(cls, **changes: Any) -> FocusConfig:
+        """The setting of arXiv 2604.03260: K = 8, k = 2, w = 128, tau = 0.1, 10 Sinkhorn iterations, one shared
+        router per layer, no sinks, multiplicative gate.
+
+        The paper leaves lambda open: `gate_sharpness` is 10, so that two confident tokens of one group score
+        within 0.005 % of ungated. Its inference ids come from Sinkhorn over the whole sequence and so depend on
+        later tokens; here they are causal unless `paper(routing="paper_leaky")` asks for the published leak.
+        """
+        published: dict[str, Any] = {
+            "num_groups": 8,
+            "query_top_k": 2,
+            "key_top_k": 2,
+            "window": 128,
+            "num_sinks": 0,
+            "router_dim": 16,
+            "router_scope": "layer",
+            "shared_router": True,
+            "normalization": "sinkhorn",
+            "temperature": 0.1,
+            "sinkhorn_iters": 10,
+            "gate": "multiplicative",
+            "gate_sharpness": 10.0,
+        }
+        return cls(**{**published, **changes})
+
+    @property
+    def always_dense(self) -> bool:
+        """Whether every query must share a group with every key, so that the pattern is plain causal attention."""
+        return self.query_top_k + self.key_top_k > self.num_groups
+
+    def leaks_future(self, training: bool = False) -> bool:
+        """Whether a token's output can depend on later tokens: published routing, or a Sinkhorn gate in training."""
+        soft = training and self.gate != "hard"
+        return self.routing == "paper_leaky" or (soft and self.normalization == "sinkhorn")
+
+    def num_routers(self, num_kv_heads: int) -> int:
+        """R, the number of routers in a layer with `num_kv_heads` key/value heads."""
+        if self.router_scope == "auto":
+            return num_kv_heads if num_kv_heads <= MAX_ROUTERS_PER_LAYER else 1
+        return num_kv_heads if self.router_scope == "kv_head" else 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain JSON values; `from_dict` reads them back."""
+        return {**dataclasses.asdict(self), "dense_layers": list(self.dense_layers)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> FocusConfig:
+        if not isinstance(values, dict):
+            raise TypeError(f"a FocusConfig is read from a dict of its fields, got {type(values).__name__}")
+        known = {spec.name for spec in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ValueError(
+                f"unknown FocusConfig field(s) {', '.join(map(repr, unknown))}; "
+                f"the fields are {', '.join(sorted(known))}"
+            )
+        return cls(**values)
+
+
+_LOWEST = {
+    "num_groups": 1,
+    "query_top_k": 1,
+    "key_top_k": 1,
+    "window": 0,
+    "num_sinks": 0,
+    "router_dim": 1,
+    "sinkhorn_iters": 1,
+}
+
+
+def _check_int(name: str, value: Any, lowest: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"`{name}` must be an integer, got {value!r}")
+    if value < lowest:
+        raise ValueError(f"`{name}` must be at least {lowest}, got {value}")

@@ -1,0 +1,144 @@
+"""The router: hidden states -> scores -> the groups a token looks into (query side) and belongs to (key side).
+
+Hard ids are a function of the token's own hidden state and nothing else, so they are causal and append-only:
+prefill, chunked prefill, decoding and the training forward agree. Normalisation across tokens (Sinkhorn) shapes the
+soft assignments that training uses, never the ids, unless `routing="paper_leaky"` asks for the published form.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from focus_attn.config import FocusConfig
+
+
+class Routing(NamedTuple):
+    """What a router says of a batch of tokens. R routers, K groups."""
+
+    query_groups: Tensor  # [B, R, T, query_k] int64
+    key_groups: Tensor  # [B, R, T, key_k] int64
+    query_scores: Tensor  # [B, R, T, K] fp32, bias included
+    key_scores: Tensor  # [B, R, T, K] fp32, bias included
+
+
+class Router(nn.Module):
+    """R independent routers of one attention layer, one for each KV head or one for all.
+
+    Plain parameters rather than `nn.Linear`s: peft's "all-linear" must not find them. They stay fp32 whatever the
+    base model's dtype is: a router is tiny, and an id must not flip because of how a score was rounded.
+    """
+
+    def __init__(
+        self, config: FocusConfig, hidden_size: int, num_routers: int, device: torch.device | str | None = None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.hidden_size = hidden_size
+        self.num_routers = num_routers
+        self.num_sides = 1 if config.shared_router else 2  # [shared] or [query, key]
+        sides, width, groups = self.num_sides, config.router_dim, config.num_groups
+        make = {"dtype": torch.float32, "device": device}
+        self.projection = nn.Parameter(torch.empty(sides, num_routers, hidden_size, width, **make))  # type: ignore[arg-type]
+        self.centroids = nn.Parameter(torch.empty(sides, num_routers, groups, width, **make))  # type: ignore[arg-type]
+        self.bias: Tensor
+        self.register_buffer("bias", torch.zeros(sides, num_routers, groups, **make))  # type: ignore[arg-type]
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Random start, scaled so that scores of a normalised hidden state have unit variance."""
+        nn.init.normal_(self.projection, std=1 / math.sqrt(self.hidden_size))
+        nn.init.normal_(self.centroids, std=1 / math.sqrt(self.config.router_dim))
+        nn.init.zeros_(self.bias)
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """[B, T, d] hidden states -> [sides, B, R, T, K] fp32 scores, bias included."""
+        if hidden.dim() != 3 or hidden.shape[-1] != self.hidden_size:
+            raise ValueError(
+                f"hidden states must be [batch, tokens, {self.hidden_size}], got {list(hidden.shape)}: "
+                "this router was made for another model width"
+            )
+        if hidden.device != self.projection.device:
+            raise ValueError(f"hidden states are on {hidden.device}, the router on {self.projection.device}")
+        with torch.autocast(device_type=hidden.device.type, enabled=False):
+            x = hidden.float()
+            x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+            # One matrix product for all sides and routers: "btd,srdw->sbrtw".
+            weight = self.projection.permute(2, 0, 1, 3).flatten(1)
+            z = (x @ weight).unflatten(-1, (self.num_sides, self.num_routers, -1)).permute(2, 0, 3, 1, 4)
+            scores = z @ self.centroids.transpose(-1, -2).unsqueeze(1) + self.bias[:, None, :, None]
+        if value_checks(scores) and not torch.isfinite(scores).all():
+            raise ValueError(
+                "the router met NaN or infinite hidden states: the base model's activations have overflowed; "
+                "look at its dtype and at the input of this layer"
+            )
+        return scores
+
+    def forward(self, hidden: Tensor, token_mask: Tensor | None = None) -> Routing:
+        """[B, T, d] -> Routing. `token_mask` [B, T] (True = real) matters to `paper_leaky` alone."""
+        scores = self.scores(hidden)
+        ranked = scores
+        if self.config.routing == "paper_leaky":
+            ranked = sinkhorn(scores.detach() / self.config.temperature, self.config.sinkhorn_iters, token_mask)
+        query_groups = top_groups(ranked[0], self.config.query_top_k)
+        if self.config.shared_router and self.config.key_top_k == self.config.query_top_k:
+            key_groups = query_groups  # one object: backends recognise shared ids by identity
+        else:
+            key_groups = top_groups(ranked[-1], self.config.key_top_k)
+        return Routing(query_groups, key_groups, scores[0], scores[-1])
+
+    def log_assignments(self, scores: Tensor, token_mask: Tensor | None = None) -> Tensor:
+        """Log of the soft assignments, rows summing to 1. `scores` and the result are [B, R, T, K].
+
+        Sinkhorn looks across the tokens of each sequence (and so at later ones); softmax does not.
+        """
+        logits = scores / self.config.temperature
+        if self.config.normalization == "softmax":
+            return logits.log_softmax(-1)
+        return sinkhorn(logits, self.config.sinkhorn_iters, token_mask)
+
+    def extra_repr(self) -> str:
+        return (
+            f"hidden_size={self.hidden_size}, routers={self.num_routers}, groups={self.config.num_groups}, "
+            f"width={self.config.router_dim}, shared={self.config.shared_router}"
+        )
+
+
+def top_groups(scores: Tensor, k: int) -> Tensor:
+    """Ids of the k highest scores, best first, ties to the lower id. [..., K] -> [..., k] int64."""
+    if k == 1:
+        return scores.argmax(-1, keepdim=True)
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+def sinkhorn(logits: Tensor, iterations: int, token_mask: Tensor | None = None) -> Tensor:
+    """Sinkhorn's balanced assignment in log space. [..., B, R, T, K] -> log assignments of the same shape, fp32.
+
+    Each iteration divides by the sum over tokens, then by the sum over groups, so rows sum to 1 exactly and columns to
+    T / K as far as the iterations carry. At unit-variance scores, T = 1024, K = 8, 10 iterations: the columns are
+    within 0.1 % of T / K at tau = 1; at tau = 0.1 the largest stands about a third above it (a test holds both).
+    `token_mask` [B, T]: padding takes no part in the balance.
+    """
+    log_p = logits.float()
+    if token_mask is not None:
+        padding = ~token_mask[:, None, :, None]
+        log_p = log_p.masked_fill(padding, -math.inf)
+    for _ in range(iterations):
+        log_p = log_p - log_p.logsumexp(-2, keepdim=True)
+        if token_mask is not None:  # a padded row is empty: keep -inf from becoming NaN
+            log_p = log_p.masked_fill(padding, 0.0).log_softmax(-1).masked_fill(padding, -math.inf)
+        else:
+            log_p = log_p.log_softmax(-1)
+    if token_mask is not None:
+        log_p = log_p.masked_fill(padding, -math.log(logits.shape[-1]))
+    return log_p
+
+
+def value_checks(tensor: Tensor) -> bool:
+    """Whether to look at values: on the CPU and in Python's debug mode of torch, never where it would synchronise."""
+    if torch.compiler.is_compiling():
+        return False
+    return tensor.device.type == "cpu" or torch.is_anomaly_enabled()

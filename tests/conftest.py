@@ -1,0 +1,12 @@
+import os
+
+import pytest
+import torch
+
+# Two test workers share two cores; tiny models gain nothing from more threads.
+torch.set_num_threads(int(os.environ.get("FOCUS_TEST_THREADS", "1")))
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
