@@ -8,7 +8,7 @@ from attention_cases import Case, plain_attention, random_case
 
 from focus_attn import focus_attention
 from focus_attn.attention import pieces, stock
-from focus_attn.attention.plan import branches
+from focus_attn.attention.plan import branches, count_pairs
 from focus_attn.visibility import count_visible_pairs, visible_mask
 
 BACKENDS = ["stock"]
@@ -112,6 +112,7 @@ def test_the_plan_holds_every_visible_pair_once(seed: int, published: bool) -> N
     torch.testing.assert_close(met, mask.long())
     counted = count_visible_pairs(call.query_groups, call.key_groups, call.tokens, call.pattern)
     torch.testing.assert_close(met.sum((-2, -1)), counted)
+    torch.testing.assert_close(count_pairs(call.query_groups, call.key_groups, call.tokens, call.pattern), counted)
 
 
 def test_the_published_split_is_taken_where_it_applies_and_nowhere_else() -> None:

@@ -177,6 +177,8 @@ def _check_size(name: str, value: int, lowest: int) -> None:
 
 
 def _check_number(name: str, value: float) -> None:
+    if torch.compiler.is_compiling():  # a dynamic size may stand behind it, which must not be looked at
+        return
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"`{name}` must be a number, got {value!r}")
     if not math.isfinite(value):

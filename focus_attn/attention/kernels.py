@@ -117,6 +117,10 @@ class _PaddedKernel(ABC):
     def _bias(self, tile: Tile) -> Tensor | None:
         return None if tile.bias is None else _over_heads(tile.bias)
 
+    def _share(self, x: Tensor, heads: int) -> Tensor:
+        """[N, T, D] -> [N, G, T, D] without a copy: the query heads of a KV head read the same keys."""
+        return x[:, None].expand(-1, heads, -1, -1)
+
     def _width(self, *widths: int) -> int:
         return -(-max(widths) // self.width_multiple) * self.width_multiple
 
@@ -124,7 +128,7 @@ class _PaddedKernel(ABC):
         value_width, heads = tile.v.shape[-1], tile.q.shape[1]
         width = self._width(tile.q.shape[-1], value_width)
         q, k, v = _widen(tile.q, width), _widen(tile.k, width), _widen(tile.v, width)
-        out, lse = self._run(q, _share(k, heads), _share(v, heads), self._bias(tile), tile)
+        out, lse = self._run(q, self._share(k, heads), self._share(v, heads), self._bias(tile), tile)
         out, lse = out[..., :value_width], lse.float()
         if tile.sees is not None:  # the kernels leave 0 or NaN where nothing is visible
             blind = ~_over_heads(tile.sees[..., None])
@@ -147,8 +151,8 @@ class _PaddedKernel(ABC):
         grads = self._run_backward(
             _widen(grad, width),
             q,
-            _share(k, heads),
-            _share(v, heads),
+            self._share(k, heads),
+            self._share(v, heads),
             self._bias(tile),
             _widen(out, width),
             lse,
@@ -204,6 +208,9 @@ class CudaEfficientKernel(_PaddedKernel):
         bias = F.pad(bias, (0, -length % 16))[..., :length]  # rows must start on 16-byte boundaries
         return bias.expand(tile.q.shape[0], tile.q.shape[1], -1, -1)
 
+    def _share(self, x: Tensor, heads: int) -> Tensor:
+        return super()._share(x, heads).contiguous()  # its backward writes gradients into the strides of k and v
+
     def _run(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, tile: Tile) -> tuple[Tensor, Tensor]:
         out, lse, _, _ = aten._scaled_dot_product_efficient_attention(
             q, k, v, bias, True, 0.0, tile.causal, scale=tile.scale
@@ -252,8 +259,3 @@ def _future(scores: Tensor) -> Tensor:
 
 def _widen(x: Tensor, width: int) -> Tensor:
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
-
-
-def _share(x: Tensor, heads: int) -> Tensor:
-    """[N, T, D] -> [N, G, T, D] without a copy: the query heads of a KV head read the same keys."""
-    return x[:, None].expand(-1, heads, -1, -1)

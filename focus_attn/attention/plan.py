@@ -169,3 +169,13 @@ def _published(query_ids: Tensor, key_ids: Tensor, line: Line, pattern: Pattern)
                 lo = torch.zeros_like(chosen)
                 hi = torch.arange(1, len(chosen) + 1, device=chosen.device)
                 yield Branch(line.queries[chosen], line.keys[chosen], lo, hi, "far", router, causal=True)
+
+
+def count_pairs(query_groups: Tensor, key_groups: Tensor, tokens: Tokens, pattern: Pattern) -> Tensor:
+    """How many pairs each router keeps, [B, R] int64: `visibility.count_visible_pairs` without its n² steps."""
+    total = torch.zeros(query_groups.shape[:2], dtype=torch.int64, device=query_groups.device)
+    for row in range(total.shape[0]):
+        for branch in branches(query_groups, key_groups, tokens, pattern, row):
+            heads = slice(None) if branch.router is None else slice(branch.router, branch.router + 1)
+            total[row, heads] += (branch.hi - branch.lo).sum()
+    return total

@@ -14,6 +14,11 @@ from focus_attn.visibility import distant_mask, memberships, visible_mask
 
 def reference_attention(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """out [B, H, Tq, Dv] in the dtype of v, logsumexp [B, H, Tq] fp32 (-inf where a query sees nothing)."""
+    with torch.autocast(device_type=call.q.device.type, enabled=False):
+        return _in_fp32(call)
+
+
+def _in_fp32(call: AttentionCall) -> tuple[Tensor, Tensor]:
     group_size = call.q.shape[1] // call.k.shape[1]
     k, v = (x.float().repeat_interleave(group_size, dim=1) for x in (call.k, call.v))
     scores = (call.q.float() @ k.transpose(-1, -2)) * call.scale

@@ -33,26 +33,27 @@ def soft_gated_attention(
     sink_logits: Tensor | None = None,
 ) -> Tensor:
     """q [B, H, T, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv], gates [B, R, T, K] log assignments -> [B, H, T, Dv]."""
-    heads = q.shape[1]
-    k_heads, v_heads = (x.float().repeat_interleave(heads // k.shape[1], dim=1) for x in (k, v))
-    scores = (q.float() @ k_heads.transpose(-1, -2)) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    with torch.autocast(device_type=q.device.type, enabled=False):
+        heads = q.shape[1]
+        k_heads, v_heads = (x.float().repeat_interleave(heads // k.shape[1], dim=1) for x in (k, v))
+        scores = (q.float() @ k_heads.transpose(-1, -2)) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
 
-    near, reachable = near_and_reachable(tokens, pattern)
-    affinity = spread_over_heads(query_gate.exp() @ key_gate.exp().transpose(-1, -2), heads)
-    if gate == "multiplicative":
-        gated = scores * torch.sigmoid(sharpness * affinity)
-    elif gate == "additive":
-        gated = scores + sharpness * (affinity - 1)
-    else:
-        raise ValueError(f"the soft gates are 'multiplicative' and 'additive', got {gate!r}")
-    scores = torch.where(near, scores, gated).masked_fill(~reachable, -math.inf)
+        near, reachable = near_and_reachable(tokens, pattern)
+        affinity = spread_over_heads(query_gate.exp() @ key_gate.exp().transpose(-1, -2), heads)
+        if gate == "multiplicative":
+            gated = scores * torch.sigmoid(sharpness * affinity)
+        elif gate == "additive":
+            gated = scores + sharpness * (affinity - 1)
+        else:
+            raise ValueError(f"the soft gates are 'multiplicative' and 'additive', got {gate!r}")
+        scores = torch.where(near, scores, gated).masked_fill(~reachable, -math.inf)
 
-    if sink_logits is not None:  # mass that goes nowhere: one more column, dropped after the softmax
-        extra = sink_logits.float()[None, :, None, None].expand(*scores.shape[:3], 1)
-        probabilities = torch.cat([scores, extra], -1).softmax(-1)[..., :-1]
-    else:
-        empty = ~reachable.any(-1, keepdim=True)  # padding: attend to nothing rather than to NaN
-        probabilities = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
-    return (probabilities @ v_heads).to(v.dtype)
+        if sink_logits is not None:  # mass that goes nowhere: one more column, dropped after the softmax
+            extra = sink_logits.float()[None, :, None, None].expand(*scores.shape[:3], 1)
+            probabilities = torch.cat([scores, extra], -1).softmax(-1)[..., :-1]
+        else:
+            empty = ~reachable.any(-1, keepdim=True)  # padding: attend to nothing rather than to NaN
+            probabilities = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+        return (probabilities @ v_heads).to(v.dtype)

@@ -1,0 +1,175 @@
+"""An adapter on disk: `focus_config.json` beside `focus_model.safetensors`, routers only."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load as load_safetensors
+from safetensors.torch import save as save_safetensors
+from torch import Tensor, nn
+
+from focus_attn.config import FocusConfig
+from focus_attn.hf import text_config
+from focus_attn.layer import LayerSpec
+from focus_attn.router import Router
+from focus_attn.version import __version__
+
+CONFIG_FILE = "focus_config.json"
+WEIGHTS_FILE = "focus_model.safetensors"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """The model an adapter was made for. The name is for people; the rest must match."""
+
+    name: str
+    model_type: str
+    hidden_size: int
+    num_layers: int
+
+
+@dataclass(frozen=True)
+class Adapter:
+    config: FocusConfig
+    base: BaseModel
+    tensors: dict[str, Tensor]  # layers.<index>.<projection | centroids | bias>
+
+
+def write_adapter(adapter: Adapter, folder: str | os.PathLike[str]) -> None:
+    """Each file appears whole or not at all; the config names the weights it belongs to by their digest."""
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"an adapter is saved into a folder, but {str(folder)!r} is a file")
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter.tensors.items()}
+    weights = save_safetensors(tensors, metadata={"format": "pt"})
+    described = {
+        "format_version": FORMAT_VERSION,
+        "library_version": __version__,
+        "base_model": vars(adapter.base),
+        "config": adapter.config.to_dict(),
+        "weights_sha256": hashlib.sha256(weights).hexdigest(),
+    }
+    _write_atomically(folder / WEIGHTS_FILE, weights)
+    _write_atomically(folder / CONFIG_FILE, (json.dumps(described, indent=2) + "\n").encode())
+
+
+def _write_atomically(path: Path, content: bytes) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.chmod(temporary, 0o644)  # mkstemp makes private files; an adapter is to be shared
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def read_adapter(source: str | os.PathLike[str], **hub_options: Any) -> Adapter:
+    """From a folder, or by name from the Hugging Face Hub. Whatever is wrong with it is a ValueError."""
+    config_path, weights_path = (_locate(source, name, hub_options) for name in (CONFIG_FILE, WEIGHTS_FILE))
+    described = _read_json(config_path)
+    version = described.get("format_version")
+    if not isinstance(version, int):
+        raise ValueError(f"{config_path} is not a Focus config: it has no integer `format_version`")
+    if version > FORMAT_VERSION:
+        raise ValueError(
+            f"{config_path} has format version {version}, this focus-attn {__version__} reads up to "
+            f"{FORMAT_VERSION}: upgrade with `pip install -U focus-attn`"
+        )
+    try:
+        config = FocusConfig.from_dict(described["config"])
+        base = BaseModel(**described["base_model"])
+        digest = described["weights_sha256"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{config_path} is not a valid Focus config: {error}") from error
+    content = weights_path.read_bytes()
+    try:
+        tensors = load_safetensors(content)
+    except Exception as error:  # safetensors raises its own type, which is no ValueError
+        raise ValueError(f"{weights_path} is not a whole safetensors file ({error}): copy it again") from error
+    if hashlib.sha256(content).hexdigest() != digest:
+        raise ValueError(f"{weights_path} is not the file that {config_path.name} was saved with: copy both again")
+    return Adapter(config, base, tensors)
+
+
+def _locate(source: str | os.PathLike[str], name: str, hub_options: dict[str, Any]) -> Path:
+    folder = Path(source)
+    if folder.is_dir():
+        if not (folder / name).is_file():
+            raise ValueError(f"{str(folder)!r} holds no Focus adapter: {name} is missing")
+        return folder / name
+    if folder.exists() or str(source).startswith((".", "/", "~")) or str(source).count("/") != 1:
+        raise ValueError(f"no adapter folder at {str(source)!r}, and it is no `owner/name` on the Hugging Face Hub")
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(str(source), name, **hub_options))
+    except Exception as error:  # one of many: offline, no such repository, no such file, no access
+        raise ValueError(
+            f"no adapter folder at {str(source)!r}, and {name} did not come from the Hugging Face Hub: {error}"
+        ) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        described = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}): copy it again") from error
+    if not isinstance(described, dict):
+        raise ValueError(f"{path} is not a Focus config: expected a JSON object")
+    return described
+
+
+def describe_base(model: nn.Module) -> BaseModel:
+    config = text_config(model)
+    name = getattr(model.config, "_name_or_path", "") or config._name_or_path  # type: ignore[union-attr]
+    return BaseModel(name, config.model_type, config.hidden_size, config.num_hidden_layers)
+
+
+def tensor_name(layer_idx: int, key: str) -> str:
+    """The name in the file of a tensor of a layer's router."""
+    return f"layers.{layer_idx}.{key}"
+
+
+def check_fits(adapter: Adapter, base: BaseModel, specs: list[LayerSpec]) -> None:
+    """ValueError unless the adapter was made for a model like this and holds exactly what its config makes on it."""
+    for field in ("model_type", "hidden_size", "num_layers"):
+        theirs, ours = getattr(adapter.base, field), getattr(base, field)
+        if theirs != ours:
+            raise ValueError(
+                f"this adapter was made for {adapter.base.name!r} with `{field}` {theirs!r}; the model has {ours!r}"
+            )
+    expected = _expected_shapes(adapter.config, specs, base.num_layers)
+    missing, foreign = sorted(set(expected) - set(adapter.tensors)), sorted(set(adapter.tensors) - set(expected))
+    if missing or foreign:
+        raise ValueError(
+            f"the adapter's tensors are not those of its config: missing {missing[:3]}, unexpected {foreign[:3]}"
+        )
+    for name, shape in expected.items():
+        tensor = adapter.tensors[name]
+        if tensor.shape != shape:
+            raise ValueError(f"tensor {name!r} has shape {list(tensor.shape)}, this model needs {list(shape)}")
+        if tensor.dtype != torch.float32:
+            raise ValueError(f"tensor {name!r} is {tensor.dtype}; routers are float32")
+        if not bool(torch.isfinite(tensor).all()):
+            raise ValueError(f"tensor {name!r} holds NaN or infinite values")
+
+
+def _expected_shapes(config: FocusConfig, specs: list[LayerSpec], num_layers: int) -> dict[str, torch.Size]:
+    shapes = {}
+    for spec in specs:
+        if spec.is_routed(config, num_layers):
+            router = Router(config, spec.hidden_size, config.num_routers(spec.num_kv_heads), "meta")
+            for key, tensor in router.state_dict().items():
+                shapes[tensor_name(spec.layer_idx, key)] = tensor.shape
+    return shapes

@@ -1,0 +1,122 @@
+"""One layer's attention, under what its model is asked to do: routed or left alone, trained, observed, counted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from focus_attn.attention import focus_attention
+from focus_attn.attention.soft import soft_gated_attention
+from focus_attn.layer import AttentionInputs, FocusCall, FocusLayer, FocusState
+from focus_attn.router import Routing
+from focus_attn.visibility import Pattern
+
+
+def attend(state: FocusState, layer: FocusLayer, call: FocusCall, inputs: AttentionInputs) -> Tensor:
+    """-> [B, H, Tq, Dv]."""
+    if state.observer is not None and inputs.hidden is not None:
+        state.observer(inputs)
+    if call.routing is None or call.key_groups is None:
+        query_groups, key_groups, pattern = ungrouped(inputs)
+        if state.recorder is not None:
+            state.recorder.add(inputs.layer_idx, query_groups, key_groups, inputs.tokens, pattern)
+        return _focus_attention(state, inputs, query_groups, key_groups, pattern)
+
+    config = state.config
+    pattern = Pattern(config.num_groups, config.window, config.num_sinks, inputs.sliding_window)
+    if state.recorder is not None:
+        state.recorder.add(inputs.layer_idx, call.routing.query_groups, call.key_groups, inputs.tokens, pattern)
+        real = inputs.tokens.query_positions >= 0
+        state.recorder.add_groups(inputs.layer_idx, call.routing.key_groups, real, config.num_groups)
+    query_gate = key_gate = None
+    training = layer.wants_gradient()
+    _say_if_leaking(state, training)
+    if training:
+        query_gate, key_gate = _gates(layer, call.routing, inputs)
+        if config.gate != "hard":
+            return soft_gated_attention(
+                inputs.q,
+                inputs.k,
+                inputs.v,
+                query_gate,
+                key_gate,
+                gate=config.gate,
+                sharpness=config.gate_sharpness,
+                tokens=inputs.tokens,
+                pattern=pattern,
+                scale=inputs.scale,
+                softcap=inputs.softcap,
+                sink_logits=inputs.sink_logits,
+            )
+    if config.always_dense and query_gate is None:  # every pair shares a group: plain causal attention, in one call
+        pattern = replace(pattern, window=inputs.k.shape[2])
+    return _focus_attention(state, inputs, call.routing.query_groups, call.key_groups, pattern, query_gate, key_gate)
+
+
+def ungrouped(inputs: AttentionInputs) -> tuple[Tensor, Tensor, Pattern]:
+    """Ids and pattern of a layer that Focus leaves alone: every pair it has lies inside the window."""
+    batch, queries, keys = inputs.q.shape[0], inputs.q.shape[2], inputs.k.shape[2]
+    zero = torch.zeros((), dtype=torch.long, device=inputs.q.device)
+    query_groups, key_groups = zero.expand(batch, 1, queries, 1), zero.expand(batch, 1, keys, 1)
+    if inputs.sliding_window is None:
+        return query_groups, key_groups, Pattern(num_groups=1, window=keys)
+    # Two groups that never meet: nothing beyond the window.
+    window = inputs.sliding_window
+    return query_groups, key_groups + 1, Pattern(2, window - 1, sliding_window=window)
+
+
+def _focus_attention(
+    state: FocusState,
+    inputs: AttentionInputs,
+    query_groups: Tensor,
+    key_groups: Tensor,
+    pattern: Pattern,
+    query_gate: Tensor | None = None,
+    key_gate: Tensor | None = None,
+) -> Tensor:
+    tokens = inputs.tokens
+    out = focus_attention(
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        query_groups,
+        key_groups,
+        num_groups=pattern.num_groups,
+        window=pattern.window,
+        num_sinks=pattern.num_sinks,
+        scale=inputs.scale,
+        softcap=inputs.softcap,
+        sliding_window=pattern.sliding_window,
+        sink_logits=inputs.sink_logits,
+        query_positions=tokens.query_positions,
+        key_positions=tokens.key_positions,
+        query_segments=tokens.query_segments,
+        key_segments=tokens.key_segments,
+        query_gate=query_gate,
+        key_gate=key_gate,
+        backend=state.config.backend,
+    )
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _gates(layer: FocusLayer, routing: Routing, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    queries, keys = inputs.q.shape[2], inputs.k.shape[2]
+    if queries != keys:
+        raise ValueError(
+            f"training needs the whole sequence in one forward, got {queries} tokens on a cache of {keys} slots: "
+            "pass `use_cache=False`, or call `model.eval()` to generate"
+        )
+    return layer.gates(routing, inputs.tokens.query_positions >= 0)
+
+
+def _say_if_leaking(state: FocusState, training: bool) -> None:
+    if state.config.leaks_future(training):
+        what = "`paper_leaky` routing" if state.config.routing == "paper_leaky" else "a soft gate from Sinkhorn"
+        state.say_once(
+            "leak",
+            f"{what} lets a token's output depend on later tokens, as published: a loss or perplexity of this "
+            "forward is not one of next-token prediction",
+        )

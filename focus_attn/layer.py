@@ -1,0 +1,139 @@
+"""What Focus puts on an attention module: its routers by adapter name, and the state all layers of a model share."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from focus_attn.cache import IdsTag
+from focus_attn.config import FocusConfig
+from focus_attn.router import Router, Routing
+from focus_attn.visibility import Tokens
+
+if TYPE_CHECKING:
+    from focus_attn.stats import Stats
+
+# A layer that slides over at most this many windows has too little left to prune: it is always left alone.
+FEWEST_WINDOWS_TO_ROUTE = 8
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What Focus needs to know of an attention layer."""
+
+    layer_idx: int
+    hidden_size: int
+    num_kv_heads: int
+    sliding_window: int | None = None
+    arguments: tuple[str, ...] = ("hidden_states",)  # of the module's forward, in order
+
+    def is_routed(self, config: FocusConfig, num_layers: int) -> bool:
+        """Whether the layer has routers under `config`; otherwise it attends as the base model does."""
+        if self.layer_idx in {index % num_layers for index in config.dense_layers}:
+            return False
+        if self.sliding_window is None:
+            return True
+        return config.sliding_layers == "intersect" and self.sliding_window > FEWEST_WINDOWS_TO_ROUTE * config.window
+
+
+class FocusCall(NamedTuple):
+    """What the hook of a layer hands to the attention function for one forward."""
+
+    routing: Routing | None = None  # None: the layer is not routed
+    key_groups: Tensor | None = None  # [B, R, Tk, key_k] of the cached tokens and the new ones
+    hidden: Tensor | None = None  # [B, T, d], only while someone observes
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """The inputs of one layer's attention, as `observe_attention` shows them."""
+
+    layer_idx: int
+    hidden: Tensor | None  # [B, T, d], the input of the attention module; kept only while someone observes
+    q: Tensor  # [B, H, T, D]
+    k: Tensor  # [B, Hkv, T, D]
+    v: Tensor  # [B, Hkv, T, Dv]
+    scale: float
+    softcap: float | None
+    tokens: Tokens
+    sliding_window: int | None = None
+    sink_logits: Tensor | None = None  # [H], the learned sinks of gpt_oss
+
+
+@dataclass
+class FocusState:
+    """One per model, reachable from every attention module: what the next forward is to compute."""
+
+    num_layers: int
+    configs: dict[str, FocusConfig] = field(default_factory=dict)
+    tags: dict[str, dict[int, IdsTag]] = field(default_factory=dict)  # by adapter, then by routed layer
+    active: str = ""
+    enabled: bool = True
+    observer: Callable[[AttentionInputs], None] | None = None
+    override: Callable[[int, Routing], Routing] | None = None
+    recorder: Stats | None = None
+    said: set[str] = field(default_factory=set)
+
+    @property
+    def config(self) -> FocusConfig:
+        return self.configs[self.active]
+
+    def say_once(self, topic: str, message: str) -> None:
+        if topic not in self.said and not torch.compiler.is_compiling():
+            self.said.add(topic)
+            warnings.warn(message, UserWarning, stacklevel=3)
+
+
+class FocusLayer(nn.Module):
+    """The routers of one attention layer, by adapter name. Adapters that leave the layer alone have none here."""
+
+    def __init__(self, spec: LayerSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.routers = nn.ModuleDict()
+        self.active = ""
+
+    @property
+    def router(self) -> Router | None:
+        """The active adapter's router, None where it leaves this layer alone."""
+        if self.active not in self.routers:
+            return None
+        return self.routers[self.active]  # type: ignore[return-value]
+
+    def itself(self) -> FocusLayer:
+        """The layer in use, also when asked of the wrapper that peft puts around a module to save."""
+        return self
+
+    def forward(self, hidden: Tensor, token_mask: Tensor | None = None) -> Routing:
+        """[B, T, d] -> the active adapter's Routing."""
+        return self.routers[self.active](hidden, token_mask)
+
+    def gates(self, routing: Routing, token_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Log assignments of the query and the key side, each [B, R, T, K]."""
+        router = self.router
+        assert router is not None
+        query = router.log_assignments(routing.query_scores, token_mask)
+        if routing.key_scores is routing.query_scores:
+            return query, query
+        return query, router.log_assignments(routing.key_scores, token_mask)
+
+    def wants_gradient(self) -> bool:
+        """Whether this forward is one that trains the router."""
+        router = self.router
+        if router is None or not (self.training and torch.is_grad_enabled()):
+            return False
+        return any(parameter.requires_grad for parameter in router.parameters())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FocusLayer:
+        """Follow the base model to another device, never to another dtype: routers stay fp32."""
+
+        def move_only(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        return super()._apply(move_only, recurse)  # type: ignore[return-value]

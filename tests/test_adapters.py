@@ -1,0 +1,297 @@
+"""The life of an adapter: made, counted, saved, loaded, switched, deleted; bad files leave the base model untouched."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import SPARSE, tiny_model, tokens
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from focus_attn import FocusConfig, FocusModel, get_focus_model
+from focus_attn.adapters import CONFIG_FILE, FORMAT_VERSION, WEIGHTS_FILE
+from focus_attn.version import __version__
+
+pytestmark = pytest.mark.filterwarnings("ignore:this input of")
+
+
+def logits(model, ids):
+    with torch.no_grad():
+        return model(ids).logits
+
+
+def trained_like(model, seed=3):
+    """Routers with values of their own, bias included."""
+    generator = torch.Generator().manual_seed(seed)
+    for layer in model.focus_layers():
+        if layer.router is not None:
+            for tensor in layer.router.state_dict().values():
+                tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    return model
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model = trained_like(get_focus_model(tiny_model(), SPARSE))
+    model.save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_gpt2_under_the_papers_setting_has_148224_parameters(capsys):
+    with torch.device("meta"):
+        base = GPT2LMHeadModel(GPT2Config())
+    model = get_focus_model(base, FocusConfig.paper(num_groups=4))
+    trainable, total = model.get_nb_trainable_parameters()
+    assert trainable == 148_224
+    model.print_trainable_parameters()
+    share = f"{100 * trainable / total:.4f}"
+    assert capsys.readouterr().out == f"trainable params: 148,224 || all params: {total:,} || trainable%: {share}\n"
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2", "falcon"])
+def test_save_and_load_are_exact(architecture, tmp_path):
+    ids = tokens()
+    model = trained_like(get_focus_model(tiny_model(architecture), SPARSE))
+    model.save_pretrained(tmp_path / "a")
+    loaded = FocusModel.from_pretrained(tiny_model(architecture), tmp_path / "a")
+    assert torch.equal(logits(loaded, ids), logits(model, ids))
+    assert loaded.focus_config == SPARSE
+    assert loaded.active_adapter == "default"
+    again = tmp_path / "b"
+    loaded.save_pretrained(again)
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        assert (again / name).read_bytes() == (tmp_path / "a" / name).read_bytes()
+
+
+def test_only_routers_are_saved_and_the_config_says_what_they_are_for(saved):
+    assert sorted(os.listdir(saved)) == [CONFIG_FILE, WEIGHTS_FILE]
+    assert set(load_file(saved / WEIGHTS_FILE)) == {
+        f"layers.{i}.{name}" for i in (0, 1) for name in ("projection", "centroids", "bias")
+    }
+    described = json.loads((saved / CONFIG_FILE).read_text())
+    assert described["format_version"] == FORMAT_VERSION
+    assert described["library_version"] == __version__
+    assert described["base_model"] == {"name": "", "model_type": "llama", "hidden_size": 32, "num_layers": 2}
+    assert FocusConfig.from_dict(described["config"]) == SPARSE
+
+
+def test_saving_twice_replaces_and_leaves_no_rubbish(saved):
+    model = trained_like(get_focus_model(tiny_model(), SPARSE), seed=8)
+    model.save_pretrained(saved)
+    assert sorted(os.listdir(saved)) == [CONFIG_FILE, WEIGHTS_FILE]
+    loaded = FocusModel.from_pretrained(tiny_model(), saved)
+    assert torch.equal(logits(loaded, tokens()), logits(model, tokens()))
+
+
+def test_saving_onto_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="into a folder"):
+        get_focus_model(tiny_model(), SPARSE).save_pretrained(tmp_path / "file")
+
+
+def edit(**changes):
+    def change(folder):
+        described = json.loads((folder / CONFIG_FILE).read_text())
+        for path, value in changes.items():
+            place = described
+            *parents, last = path.split("__")
+            for parent in parents:
+                place = place[parent]
+            place[last] = value
+        (folder / CONFIG_FILE).write_text(json.dumps(described))
+
+    return change
+
+
+def rewrite(change):
+    """Other tensors under a config that vouches for them."""
+
+    def write(folder):
+        import hashlib
+
+        tensors = load_file(folder / WEIGHTS_FILE)
+        change(tensors)
+        save_file(tensors, folder / WEIGHTS_FILE)
+        edit(weights_sha256=hashlib.sha256((folder / WEIGHTS_FILE).read_bytes()).hexdigest())(folder)
+
+    return write
+
+
+def truncate(name, keep):
+    def cut(folder):
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[: int(len(content) * keep)])
+
+    return cut
+
+
+BAD = {
+    "no-config": (lambda folder: (folder / CONFIG_FILE).unlink(), "focus_config.json is missing"),
+    "no-weights": (lambda folder: (folder / WEIGHTS_FILE).unlink(), "focus_model.safetensors is missing"),
+    "truncated-config": (truncate(CONFIG_FILE, 0.5), "not valid JSON"),
+    "truncated-weights": (truncate(WEIGHTS_FILE, 0.9), "not a whole safetensors file"),
+    "empty-weights": (truncate(WEIGHTS_FILE, 0), "not a whole safetensors file"),
+    "binary-config": (lambda folder: (folder / CONFIG_FILE).write_bytes(b"\xff\xfe\x00"), "not valid JSON"),
+    "list-config": (lambda folder: (folder / CONFIG_FILE).write_text("[]"), "expected a JSON object"),
+    "peft-config": (lambda folder: (folder / CONFIG_FILE).write_text('{"peft_type": "LORA"}'), "format_version"),
+    "newer-format": (edit(format_version=FORMAT_VERSION + 1), "pip install -U focus-attn"),
+    "unknown-field": (edit(config__warp=9), "'warp'"),
+    "bad-field": (edit(config__window=-1), "`window` must be at least 0"),
+    "no-base": (edit(base_model=None), "not a valid Focus config"),
+    "other-type": (edit(base_model__model_type="gpt2"), "`model_type` 'gpt2'; the model has 'llama'"),
+    "other-width": (edit(base_model__hidden_size=64), "`hidden_size` 64"),
+    "other-depth": (edit(base_model__num_layers=3), "`num_layers` 3"),
+    "other-weights": (edit(weights_sha256="0" * 64), "copy both again"),
+    "other-groups": (edit(config__num_groups=5), r"has shape \[2, 2, 4, 16\], this model needs \[2, 2, 5, 16\]"),
+    "missing-tensor": (rewrite(lambda t: t.pop("layers.1.bias")), r"missing \['layers.1.bias'\]"),
+    "foreign-tensor": (rewrite(lambda t: t.update(lm_head=torch.zeros(2))), r"unexpected \['lm_head'\]"),
+    "wrong-dtype": (rewrite(lambda t: t.update({"layers.0.bias": t["layers.0.bias"].half()})), "float32"),
+    "nan": (rewrite(lambda t: t["layers.0.bias"].fill_(torch.nan)), "NaN"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_bad_file_is_a_clear_error_and_the_base_model_untouched(bad, saved):
+    spoil, message = BAD[bad]
+    spoil(saved)
+    base, ids = tiny_model(), tokens()
+    before, names = logits(base, ids), list(base.state_dict())
+    with pytest.raises(ValueError, match=message):
+        FocusModel.from_pretrained(base, saved)
+    assert list(base.state_dict()) == names
+    assert all(p.requires_grad for p in base.parameters())
+    assert base.config._attn_implementation == "eager"
+    assert torch.equal(logits(base, ids), before)
+
+    model = get_focus_model(base, SPARSE)
+    with pytest.raises(ValueError, match=message):
+        model.load_adapter(saved, "bad")
+    assert list(model.adapters) == ["default"]
+    assert not any("bad" in name for name in model.state_dict())
+
+
+@pytest.mark.parametrize("source", ["nowhere", "./no/where", "/no/where", "a/b/c"])
+def test_a_source_that_is_not_there(source):
+    with pytest.raises(ValueError, match="no adapter folder"):
+        FocusModel.from_pretrained(tiny_model(), source)
+
+
+def test_a_hub_name_is_asked_of_the_hub(saved, monkeypatch):
+    import huggingface_hub
+
+    asked = []
+
+    def download(repo_id, filename, **options):
+        asked.append((repo_id, filename, options))
+        return str(saved / filename)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    model = FocusModel.from_pretrained(tiny_model(), "someone/adapter", revision="v2")
+    assert asked == [("someone/adapter", name, {"revision": "v2"}) for name in (CONFIG_FILE, WEIGHTS_FILE)]
+    assert model.focus_config == SPARSE
+
+    def fail(*args, **kwargs):
+        raise OSError("the network is down")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
+    with pytest.raises(ValueError, match="the network is down"):
+        FocusModel.from_pretrained(tiny_model(), "someone/adapter")
+
+
+def test_push_to_hub_uploads_the_two_files(monkeypatch):
+    from transformers.utils import hub
+
+    pushed = {}
+
+    def upload(self, folder, repo_id, files_timestamps, **options):
+        pushed.update(repo_id=repo_id, files=sorted(os.listdir(folder)))
+        return "done"
+
+    class Card:
+        def save(self, path):
+            Path(path).write_text("a card")
+
+    class Api:
+        def create_repo(self, repo_id, **options):
+            return type("Repo", (), {"repo_id": repo_id})
+
+    monkeypatch.setattr(hub.PushToHubMixin, "_upload_modified_files", upload)
+    monkeypatch.setattr(hub, "hf_api" if hasattr(hub, "hf_api") else "create_repo", lambda *a, **k: Api())
+    if not hasattr(hub, "hf_api"):
+        monkeypatch.setattr(hub, "create_repo", Api().create_repo)
+    monkeypatch.setattr(hub, "create_and_tag_model_card", lambda *args, **options: Card())
+    assert get_focus_model(tiny_model(), SPARSE).push_to_hub("someone/adapter") == "done"
+    assert pushed == {"repo_id": "someone/adapter", "files": ["README.md", CONFIG_FILE, WEIGHTS_FILE]}
+
+
+def test_several_adapters_on_one_base_model(saved):
+    ids, law = tokens(), FocusConfig(num_groups=2, window=5, router_scope="layer")
+    model = get_focus_model(tiny_model(), SPARSE)
+    default = logits(model, ids)
+    model.add_adapter("law", law)
+    assert model.active_adapter == "default"
+    assert torch.equal(logits(model, ids), default)
+    model.set_adapter("law")
+    assert (model.active_adapter, model.focus_config) == ("law", law)
+    assert not torch.equal(logits(model, ids), default)
+    model.load_adapter(saved, "saved")
+    model.set_adapter("saved")
+    assert torch.equal(logits(model, ids), logits(FocusModel.from_pretrained(tiny_model(), saved), ids))
+    model.set_adapter("default")
+    assert torch.equal(logits(model, ids), default)
+    assert list(model.adapters) == ["default", "law", "saved"]
+
+
+def test_only_the_active_adapter_is_trainable():
+    model = get_focus_model(tiny_model(), SPARSE)
+    model.add_adapter("law", SPARSE)
+
+    def trainable():
+        return {re.search(r"routers\.(\w+)", name)[1] for name, p in model.named_parameters() if p.requires_grad}
+
+    assert trainable() == {"default"}
+    model.set_adapter("law")
+    assert trainable() == {"law"}
+
+
+def test_a_named_adapter_can_be_saved(tmp_path):
+    model = get_focus_model(tiny_model(), SPARSE)
+    model.add_adapter("law", FocusConfig(window=7))
+    model.save_pretrained(tmp_path, adapter_name="law")
+    assert FocusModel.from_pretrained(tiny_model(), tmp_path, "law").adapters == {"law": FocusConfig(window=7)}
+
+
+def test_adapter_names_that_are_wrong():
+    model = get_focus_model(tiny_model(), SPARSE)
+    with pytest.raises(ValueError, match="an adapter 'default' already"):
+        model.add_adapter("default", SPARSE)
+    for name in ("", "a.b", None):
+        with pytest.raises(ValueError, match="without dots"):
+            model.add_adapter(name, SPARSE)
+    for act in (model.set_adapter, model.delete_adapter, lambda name: model.save_pretrained("x", adapter_name=name)):
+        with pytest.raises(ValueError, match=r"no adapter 'law'; there are 'default'"):
+            act("law")
+    with pytest.raises(ValueError, match="is the active one"):
+        model.delete_adapter("default")
+
+
+def test_a_deleted_adapter_is_gone():
+    model = get_focus_model(tiny_model(), SPARSE)
+    names = list(model.state_dict())
+    model.add_adapter("law", SPARSE)
+    model.delete_adapter("law")
+    assert list(model.state_dict()) == names
+    model.add_adapter("law", FocusConfig(window=9))
+    assert model.adapters["law"].window == 9
+
+
+def test_adapters_that_leave_layers_alone_have_no_tensors_there(tmp_path):
+    model = get_focus_model(tiny_model("gemma2"), FocusConfig(window=3, dense_layers=(-1,)))
+    model.save_pretrained(tmp_path)
+    assert {name.split(".")[1] for name in load_file(tmp_path / WEIGHTS_FILE)} == {"1"}
+    FocusModel.from_pretrained(tiny_model("gemma2"), tmp_path)

@@ -1,0 +1,177 @@
+"""Where it runs: dtypes, torch.compile, device maps, quantised models, pipelines, copies."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tiny import SPARSE, VOCAB, tiny_model, tokens
+from torch import nn
+from transformers import AutoModelForCausalLM, StaticCache, pipeline
+
+from focus_attn import FocusConfig, get_focus_model
+
+pytestmark = pytest.mark.filterwarnings("ignore:this input of")
+EXACT = {"atol": 1e-5, "rtol": 1e-5}
+
+
+def focus(architecture="llama", config=SPARSE, **changes):
+    return get_focus_model(tiny_model(architecture, **changes), config)
+
+
+def logits(model, ids, **kwargs):
+    with torch.no_grad():
+        return model(ids, **kwargs).logits
+
+
+def test_routers_stay_fp32_whatever_the_base_model_becomes():
+    model, ids = focus(), tokens()
+    for change in (lambda: model.to(torch.bfloat16), lambda: model.half(), lambda: model.base_model.bfloat16()):
+        change()
+        routers = [p for layer in model.focus_layers() for p in layer.router.state_dict().values()]
+        assert {p.dtype for p in routers} == {torch.float32}
+    assert next(model.base_model.parameters()).dtype == torch.bfloat16
+    assert logits(model, ids).dtype == torch.bfloat16
+    assert {p.device.type for p in model.to("meta").parameters()} == {"meta"}
+    assert get_focus_model(tiny_model().bfloat16(), SPARSE).focus_layers()[0].router.projection.dtype == torch.float32
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2", "falcon", "gpt_oss"])
+def test_compiles_as_one_graph(architecture):
+    model, ids = focus(architecture), tokens(length=40)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(logits(compiled, ids, use_cache=False), logits(model, ids), **EXACT)
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    padded = logits(compiled, ids, attention_mask=mask, use_cache=False)
+    torch.testing.assert_close(padded, logits(model, ids, attention_mask=mask), **EXACT)
+
+
+def test_compiles_for_training():
+    model, ids = focus(), tokens(length=40)
+    model.train()
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    torch._dynamo.reset()
+    torch.compile(model, fullgraph=True, backend="aot_eager")(ids, labels=ids, use_cache=False).loss.backward()
+    actual = [p.grad for p in model.parameters() if p.grad is not None]
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, **EXACT)
+
+
+def test_compiles_with_inductor():
+    model, ids = focus(num_hidden_layers=1), tokens(length=40)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True)
+    torch.testing.assert_close(logits(compiled, ids, use_cache=False), logits(model, ids), **EXACT)
+
+
+def test_decoding_on_a_static_cache_compiles():
+    model, ids = focus(), tokens(length=40)
+    expected = logits(model, ids)
+    cache = StaticCache(config=model.config, max_cache_len=48)
+    logits(model, ids[:, :30], past_key_values=cache)  # the prefill makes the cache, uncompiled as in transformers
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for t in range(30, 40):
+        step = logits(compiled, ids[:, t : t + 1], past_key_values=cache)
+        torch.testing.assert_close(step, expected[:, t : t + 1], **EXACT)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt_oss", "falcon"])
+@pytest.mark.parametrize("where", ["cpu", "offload", "disk"])
+def test_device_map(architecture, where, tmp_path):
+    ids = tokens(length=40)
+    base = tiny_model(architecture)
+    base.save_pretrained(tmp_path / "base")
+    torch.manual_seed(1)
+    whole = get_focus_model(base, SPARSE)
+    whole.save_pretrained(tmp_path / "adapter")
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", device_map={"": "cpu"}, attn_implementation="eager", dtype=torch.float32
+    )
+    if where != "cpu":
+        from accelerate import cpu_offload, disk_offload
+
+        device = torch.device("cpu")
+        loaded = (
+            cpu_offload(loaded, device) if where == "offload" else disk_offload(loaded, str(tmp_path / "off"), device)
+        )
+        assert next(loaded.parameters()).device.type == "meta"
+    model = type(whole).from_pretrained(loaded, tmp_path / "adapter")
+    torch.testing.assert_close(logits(model, ids), logits(whole, ids), **EXACT)
+    with whole.disable_focus(), model.disable_focus():
+        torch.testing.assert_close(logits(model, ids), logits(whole, ids), **EXACT)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_quantised_base_model():
+    """int8 linear layers, which have no parameters to look a device or dtype up from."""
+    base, ids = tiny_model(), tokens(length=40)
+    quantised = torch.ao.quantization.quantize_dynamic(base, {nn.Linear}, dtype=torch.qint8)
+    dense = logits(quantised, ids)
+    model = get_focus_model(quantised, SPARSE)
+    assert model.focus_layers()[0].router.projection.dtype == torch.float32
+    assert (logits(model, ids) - dense).abs().max() > 0.1
+    assert model.generate(ids, max_new_tokens=5, min_new_tokens=5, pad_token_id=0).shape == (2, 45)
+    model.add_adapter("all", FocusConfig(num_groups=2, query_top_k=2))
+    model.set_adapter("all")
+    assert (logits(model, ids) - dense).abs().mean() < 0.01  # a rounding here and there, from another summation order
+    assert torch.equal(logits(model.unload(), ids), dense)
+
+
+def test_pipeline(caplog):
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    special = {"<pad>": 0, "<eos>": 2}
+    words = Tokenizer(WordLevel({**{f"w{i}": i for i in (1, *range(3, VOCAB))}, **special}, unk_token="w3"))
+    words.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+    model, ids = focus(), tokens(batch=1, length=30)
+    prompt = " ".join(f"w{i}" for i in ids[0].tolist())
+    write = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    text = write(prompt, max_new_tokens=6, do_sample=False, return_full_text=False)[0]["generated_text"]
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+    assert "not supported" not in caplog.text
+    assert text.split() == tokenizer.convert_ids_to_tokens(expected[0, 30:], skip_special_tokens=True)
+
+
+def test_a_copy_is_independent():
+    model, ids = focus("falcon"), tokens(length=40)
+    sparse = logits(model, ids)
+    twin = copy.deepcopy(model)
+    assert torch.equal(logits(twin, ids), sparse)
+    with twin.disable_focus():
+        assert not torch.equal(logits(twin, ids), sparse)
+        assert torch.equal(logits(model, ids), sparse)
+    twin.unload()
+    assert torch.equal(logits(model, ids), sparse)
+
+
+def test_unloading_inside_disable_focus():
+    model, ids = focus(), tokens()
+    with model.disable_focus():
+        base = model.unload()
+    assert base.config._attn_implementation == "eager"
+    assert torch.equal(logits(base, ids), logits(tiny_model(), ids))
+
+
+def test_trainers_can_read_the_signature():
+    import inspect
+
+    assert {"input_ids", "attention_mask", "labels"} <= set(inspect.signature(focus().forward).parameters)
+
+
+def test_after_unload_the_shell_says_so():
+    model = focus()
+    model.unload()
+    with pytest.raises(ValueError, match="unloaded"):
+        model.add_adapter("a", SPARSE)
+    with pytest.raises(ValueError, match="unloaded"), model.disable_focus():
+        pass
