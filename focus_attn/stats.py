@@ -66,8 +66,8 @@ class Stats:
         tally = self._layers.setdefault(layer_idx, _Tally())
         visible = count_pairs(query_groups, key_groups, tokens, pattern).double()  # [B, R]
         everything = Pattern(num_groups=1, window=tokens.key_positions.shape[-1])
-        ungrouped = [torch.zeros_like(ids[:, :1, :, :1]) for ids in (query_groups, key_groups)]
-        causal = count_pairs(*ungrouped, tokens, everything)[:, 0].double()  # [B]
+        one_query_group, one_key_group = (torch.zeros_like(ids[:, :1, :, :1]) for ids in (query_groups, key_groups))
+        causal = count_pairs(one_query_group, one_key_group, tokens, everything)[:, 0].double()  # [B]
         rows = causal > 0  # a row of padding alone has no pairs to keep
         if bool(rows.any()):
             share = (visible / causal.clamp_min(1)[:, None])[rows].mean().item()

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
-from focus_attn.attention.call import AttentionCall, make_call
-from focus_attn.attention.ops import stock_attention
-from focus_attn.attention.reference import reference_attention
-
-BACKENDS: dict[str, Callable[[AttentionCall], tuple[Tensor, Tensor]]] = {
-    "reference": reference_attention,
-    "stock": stock_attention,
-}
+from focus_attn.attention.backends import choose_backend, run_backend
+from focus_attn.attention.call import make_call
 
 
 def focus_attention(
@@ -87,17 +79,5 @@ def focus_attention(
         query_gate=query_gate,
         key_gate=key_gate,
     )
-    if backend == "auto":
-        backend = choose_backend(call)
-    if backend not in BACKENDS:
-        raise ValueError(f"unknown `backend` {backend!r}: choose from 'auto', {', '.join(map(repr, BACKENDS))}")
-    out, lse = BACKENDS[backend](call)
+    out, lse = run_backend(choose_backend(call) if backend == "auto" else backend, call)
     return (out, lse) if return_lse else out
-
-
-def choose_backend(call: AttentionCall) -> str:
-    """The fastest exact backend for a call: never a change of meaning."""
-    both_sides_many = min(call.query_groups.shape[-1], call.key_groups.shape[-1]) > 1
-    if call.query_gate is not None and both_sides_many:
-        return "reference"  # the only one that can gate a pair that shares several groups
-    return "stock"

@@ -196,9 +196,15 @@ class CpuFlashKernel(_PaddedKernel):
 
 
 class CudaEfficientKernel(_PaddedKernel):
-    """PyTorch's memory-efficient attention: takes a bias, returns the logsumexp, runs on every CUDA GPU."""
+    """PyTorch's memory-efficient attention: takes a bias, returns the logsumexp, runs on every CUDA GPU. Its backward
+    returns NaN in half precision for some biases when heads share keys, so plain products take that over."""
 
     width_multiple = 8
+
+    def backward(self, tile: Tile, final: tuple[Tensor, ...], marks: Tensor | None = None) -> TileGrads:
+        if tile.q.dtype in (torch.bfloat16, torch.float16):
+            return MathKernel().backward(tile, final, marks)
+        return super().backward(tile, final, marks)
 
     def _bias(self, tile: Tile) -> Tensor | None:
         bias = super()._bias(tile)
