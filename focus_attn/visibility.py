@@ -41,6 +41,11 @@ class Tokens(NamedTuple):
         segments = None if self.query_segments is None else self.query_segments[:, start:stop]
         return self._replace(query_positions=self.query_positions[:, start:stop], query_segments=segments)
 
+    def keys(self, stop: int) -> Tokens:
+        """The same queries, the first keys."""
+        segments = None if self.key_segments is None else self.key_segments[:, :stop]
+        return self._replace(key_positions=self.key_positions[:, :stop], key_segments=segments)
+
 
 def count_positions(real: Tensor, segments: Tensor | None = None) -> Tensor:
     """Position of every real token inside its segment, -1 for padding. real [B, T] bool -> [B, T] int64."""

@@ -19,9 +19,10 @@ from focus_attn.attention.kernels import Kernel, Tile, TileGrads, kernel_for
 from focus_attn.attention.merge import merge, merge_sink_logits, sink_logits_grad
 from focus_attn.attention.pieces import Piece, pieces
 from focus_attn.attention.plan import Branch, branches
-from focus_attn.visibility import visible_mask
+from focus_attn.visibility import Tokens, visible_mask
 
-DENSE_PAIRS = 1 << 18  # below this many query-key pairs a row, one masked call beats sorting
+DENSE_PAIRS = 1 << 18  # below this many query-key pairs a router, masked calls beat sorting
+MASKED_ROWS = 512  # queries a masked call
 
 
 def stock_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
@@ -104,7 +105,8 @@ def is_plain_causal(call: AttentionCall) -> bool:
 def _prefers_mask(call: AttentionCall) -> bool:
     if call.query_gate is not None:  # gates need to know which pairs are far
         return False
-    return call.q.shape[2] <= 16 or call.q.shape[2] * call.k.shape[2] <= DENSE_PAIRS
+    routers = call.query_groups.shape[1]
+    return call.q.shape[2] <= 16 or call.q.shape[2] * call.k.shape[2] <= DENSE_PAIRS * routers
 
 
 def is_published_setting(call: AttentionCall) -> bool:
@@ -219,19 +221,27 @@ def _causal_tile(call: AttentionCall) -> Tile:
 
 
 def _masked_tiles(call: AttentionCall) -> Iterator[tuple[int, int, Tile]]:
-    """Query chunks with the dense mask of the predicate: for decoding and for short texts."""
-    q = _by_kv_head(call.q, call)
-    kv_heads, num_keys = call.k.shape[1], call.k.shape[2]
-    step = max(16, DENSE_PAIRS // max(1, num_keys))
-    for start in range(0, call.q.shape[2], step):
-        stop = min(start + step, call.q.shape[2])
+    """Query chunks against the keys before their last query, with the predicate as a bias: for decoding and for texts
+    too short to sort."""
+    q, kv_heads = _by_kv_head(call.q, call), call.k.shape[1]
+    for start in range(0, call.q.shape[2], MASKED_ROWS):
+        stop = min(start + MASKED_ROWS, call.q.shape[2])
         tokens = call.tokens.queries(start, stop)
-        mask = visible_mask(call.query_groups[:, :, start:stop], call.key_groups, tokens, call.pattern)
+        last = _last_key(tokens)
+        tokens, key_groups = tokens.keys(last), call.key_groups[:, :, :last]
+        mask = visible_mask(call.query_groups[:, :, start:stop], key_groups, tokens, call.pattern)
         mask = mask.expand(-1, kv_heads, -1, -1).flatten(0, 1)
         bias = torch.zeros(mask.shape, dtype=call.q.dtype, device=mask.device).masked_fill_(~mask, -math.inf)
         chunk = q[..., start:stop, :].flatten(0, 1)
-        k, v = call.k.flatten(0, 1), call.v.flatten(0, 1)
+        k, v = call.k[:, :, :last].flatten(0, 1), call.v[:, :, :last].flatten(0, 1)
         yield start, stop, Tile(chunk, k, v, call.scale, bias=bias, sees=mask.any(-1), softcap=call.softcap)
+
+
+def _last_key(tokens: Tokens) -> int:
+    """One past the last slot that any of these queries could see; at least 1."""
+    reachable = (tokens.key_positions <= tokens.query_positions.amax(-1, keepdim=True)) & (tokens.key_positions >= 0)
+    slots = torch.arange(1, reachable.shape[-1] + 1, device=reachable.device)
+    return max(1, int((reachable * slots).max()))
 
 
 def _backward_tiles(
@@ -247,8 +257,8 @@ def _backward_tiles(
         final = tuple(_by_kv_head(x[:, :, start:stop], call).flatten(0, 1) for x in (grad, out, lse))
         grads = kernel.backward(tile, final)
         total.q[:, :, start:stop] += _merge_heads(grads.q, call)
-        total.k += grads.k.view_as(total.k)
-        total.v += grads.v.view_as(total.v)
+        for whole, part in ((total.k, grads.k), (total.v, grads.v)):
+            whole[:, :, : part.shape[1]] += part.unflatten(0, whole.shape[:2])
 
 
 def _by_kv_head(x: Tensor, call: AttentionCall) -> Tensor:

@@ -1,0 +1,170 @@
+"""Perplexity past the window, in non-overlapping blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import ModelOutput
+
+from focus_attn.config import FocusConfig
+from focus_attn.model import FocusModel
+from focus_attn.stats import Stats
+
+Progress = Callable[[int, int], None]  # blocks done, blocks in all
+
+LEAK_WARNING = "NOT CAUSAL: the routing sees later tokens, so this is no perplexity of a language model"
+LOGITS_AT_ONCE = 1 << 24  # elements: 64 MB in fp32, whatever the length and the vocabulary
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """A measured perplexity and how it was measured."""
+
+    ppl: float
+    ppl_last_half: float  # of the predictions in the second half of each block
+    tokens: int  # predictions counted
+    blocks: int
+    length: int
+    window: int  # predictions up to this position are not counted
+    pairs_kept: float | None  # None: not a Focus model, or Focus is disabled
+    leaking: bool
+
+    def __str__(self) -> str:
+        text = f"perplexity {self.ppl:.2f} ({self.tokens:,} tokens, {self.blocks} blocks of {self.length:,})"
+        if self.pairs_kept is not None:
+            text += f", {self.pairs_kept:.1%} of pairs kept"
+        return f"{text} — {LEAK_WARNING}" if self.leaking else text
+
+
+def perplexity(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    text: str | Sequence[str],
+    *,
+    length: int = 2048,
+    window: int | None = None,
+    max_blocks: int | None = None,
+    progress: Progress | None = None,
+) -> Perplexity:
+    """Perplexity of `text` (one document, or several) under a causal LM or a FocusModel.
+
+    Every document is cut into non-overlapping blocks of `length` tokens, what is left over is dropped, and the
+    tokens from position `window + 1` on are predicted: nearer ones see everything they would see without Focus.
+
+    Args:
+        window: by default the FocusModel's own, else that of `FocusConfig()`. Give both of two models that are to be
+            compared the same.
+        max_blocks: take this many blocks, evenly spread over the text.
+    """
+    return block_perplexity(model, token_blocks(tokenizer, text, length, max_blocks), window=window, progress=progress)
+
+
+def token_blocks(
+    tokenizer: PreTrainedTokenizerBase, text: str | Sequence[str], length: int, max_blocks: int | None = None
+) -> Tensor:
+    """Non-overlapping blocks of `length` tokens, each inside one document, [blocks, length] int64."""
+    for name, value in (("length", length), ("max_blocks", max_blocks)):
+        if value is not None and value < 1:
+            raise ValueError(f"`{name}` must be at least 1, got {value}")
+    documents = [text] if isinstance(text, str) else list(text)
+    blocks, longest = [], 0
+    for document in documents:
+        ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
+        longest = max(longest, len(ids))
+        blocks += [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
+    if not blocks:
+        raise ValueError(
+            f"no document reaches one block of {length} tokens, the longest has {longest}: lower `length` or give "
+            "longer documents"
+        )
+    if max_blocks is not None and max_blocks < len(blocks):
+        blocks = [blocks[index * len(blocks) // max_blocks] for index in range(max_blocks)]
+    return torch.tensor(blocks, dtype=torch.int64)
+
+
+@torch.no_grad()
+def block_perplexity(
+    model: nn.Module,
+    blocks: Tensor,
+    *,
+    window: int | None = None,
+    count_pairs_on: int | None = None,
+    progress: Progress | None = None,
+) -> Perplexity:
+    """`perplexity` of blocks that are tokens already, [blocks, length].
+
+    Counting pairs takes time quadratic in the length: `count_pairs_on` limits it to so many of the blocks.
+    """
+    focus = model if isinstance(model, FocusModel) else None
+    if window is None:
+        window = focus.focus_config.window if focus else FocusConfig().window
+    length = blocks.shape[-1]
+    if length < window + 2:
+        raise ValueError(
+            f"blocks of {length} tokens have nothing past a window of {window} to predict: use a longer `length`"
+        )
+    if count_pairs_on is not None and count_pairs_on < 1:
+        raise ValueError(f"`count_pairs_on` must be at least 1 block, got {count_pairs_on}")
+    was_training = model.training
+    model.eval()
+    device = next(model.parameters()).device
+    losses = torch.zeros(length, dtype=torch.float64)  # by position of the predicted token
+    kept: list[float] = []
+    for done, block in enumerate(blocks, start=1):
+        count = focus is not None and (count_pairs_on is None or done <= count_pairs_on)
+        recording: AbstractContextManager[Stats | None] = focus.record_stats() if focus and count else nullcontext()
+        with recording as stats:
+            losses[window + 1 :] += _losses(focus.base_model if focus else model, block[None].to(device), window).cpu()
+        if stats is not None and stats.per_layer:  # nothing is recorded inside `disable_focus()`
+            kept.append(stats.pairs_kept)
+        if progress:
+            progress(done, len(blocks))
+    model.train(was_training)
+
+    def mean_ppl(start: int) -> float:
+        return math.exp(losses[start:].sum().item() / ((length - start) * len(blocks)))
+
+    return Perplexity(
+        ppl=mean_ppl(window + 1),
+        ppl_last_half=mean_ppl(max(window + 1, length // 2)),
+        tokens=(length - window - 1) * len(blocks),
+        blocks=len(blocks),
+        length=length,
+        window=window,
+        pairs_kept=sum(kept) / len(kept) if kept else None,
+        leaking=bool(focus and kept and focus.focus_config.leaks_future()),
+    )
+
+
+def _losses(lm: nn.Module, ids: Tensor, window: int) -> Tensor:
+    """-log p of the tokens from position window + 1 on, [T - window - 1] fp64."""
+    decoder = lm.get_decoder()  # type: ignore[operator]
+    answer = decoder(input_ids=ids, use_cache=False)
+    hidden = answer.last_hidden_state[:, window:-1]
+    targets = ids[0, window + 1 :]
+    vocabulary = lm.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
+    losses = []
+    step = max(1, LOGITS_AT_ONCE // vocabulary)
+    for start in range(0, len(targets), step):
+        part = type(answer)(**{**answer, "last_hidden_state": hidden[:, start : start + step]})
+        with _decoder_answers(decoder, part):
+            logits = lm(input_ids=ids[:, :1], use_cache=False).logits[0].float()
+        losses.append(nn.functional.cross_entropy(logits, targets[start : start + step], reduction="none"))
+    return torch.cat(losses).double()
+
+
+@contextmanager
+def _decoder_answers(decoder: nn.Module, answer: ModelOutput) -> Iterator[None]:
+    """Inside, the model is its head alone, on this answer of its decoder: whatever a model does to its logits (a cap, a
+    scale) is done, a few positions at a time."""
+    decoder.forward = lambda *args, **kwargs: answer  # type: ignore
+    try:
+        yield
+    finally:
+        del decoder.forward

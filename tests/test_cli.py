@@ -1,0 +1,122 @@
+"""The command line: what a user types, and what a user gets wrong."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from focus_attn import FocusConfig, __version__, generation, get_focus_model
+from focus_attn.cli import app
+from focus_attn.zoo import tiny_random_model
+
+run = CliRunner().invoke
+
+
+@pytest.fixture
+def tiny_default(monkeypatch):
+    """The embedded default model, tiny."""
+    monkeypatch.setattr(generation, "load_default_model", lambda adapter=None: tiny_random_model())
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A tiny model and an adapter for it, as folders."""
+    folder = tmp_path_factory.mktemp("saved")
+    model, tokenizer = tiny_random_model()
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    get_focus_model(model, FocusConfig(num_groups=4, window=8)).save_pretrained(folder / "adapter")
+    return folder
+
+
+def test_version():
+    assert run(app, ["--version"]).output.strip() == f"focus-attn {__version__}"
+
+
+@pytest.mark.parametrize("command", ["demo", "generate"])
+def test_help_fits_a_page(command):
+    result = run(app, [command, "--help"])
+    assert result.exit_code == 0
+    assert len(result.output.splitlines()) < 60
+
+
+def test_demo_writes_what_it_was_asked_to(tmp_path):
+    names = {"report": "r.html", "json": "r.json", "save": "adapter"}
+    options = [part for option, name in names.items() for part in (f"--{option}", str(tmp_path / name))]
+    result = run(app, ["demo", "--fast", *options])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "r.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    numbers = json.loads((tmp_path / "r.json").read_text())
+    assert numbers["run"]["focus_attn"] == __version__
+    assert f"{numbers['perplexity']['full attention']['ppl']:.2f}" in result.output
+    assert (tmp_path / "adapter" / "focus_config.json").is_file()
+
+
+def test_demo_on_the_users_text(tmp_path):
+    (tmp_path / "mine.txt").write_text("\n\n".join(f"line {n} of my own text" for n in range(200)), encoding="utf-8")
+    report = ["--report", str(tmp_path / "r.html")]
+    result = run(app, ["demo", "--fast", "--text", str(tmp_path / "mine.txt"), *report])
+    assert result.exit_code == 0, result.output
+    assert "mine.txt" in (tmp_path / "r.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--text", "absent.txt"], "no such file or folder"),
+        (["--report", "absent/r.html"], "does not exist"),
+        (["--budget", "2"], "`budget`"),
+        (["--length", "20"], "too small to fit on"),
+        (["--blocks", "0"], "`max_blocks`"),
+    ],
+)
+def test_demo_refuses_in_one_sentence(options, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run(app, ["demo", "--fast", *options])
+    assert result.exit_code == 1
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+def test_generate_streams_and_repeats_itself(tiny_default):
+    first, second = (run(app, ["generate", "hello", "--max-new-tokens", "8"]) for _ in range(2))
+    assert first.exit_code == 0, first.output
+    assert first.output == second.output and first.output.strip()
+
+
+def test_generate_samples_by_seed(tiny_default):
+    options = ["generate", "hello", "--max-new-tokens", "12", "--temperature", "1.5", "--seed"]
+    outputs = [run(app, [*options, seed]).output for seed in ("1", "1", "2")]
+    assert outputs[0] == outputs[1] != outputs[2]
+
+
+def test_generate_with_a_model_and_an_adapter(saved):
+    options = ["generate", "hello there, this is a prompt", "--model", str(saved / "model"), "--max-new-tokens", "6"]
+    plain, focused = run(app, options), run(app, [*options, "--adapter", str(saved / "adapter")])
+    assert plain.exit_code == focused.exit_code == 0, focused.output
+    assert focused.output.strip()
+
+
+def test_chat_template_is_used_where_there_is_one():
+    _, tokenizer = tiny_random_model()
+    assert tokenizer.decode(generation.encode(tokenizer, "hi", chat=True)["input_ids"][0]) == "hi"
+    tokenizer.chat_template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    assert tokenizer.decode(generation.encode(tokenizer, "hi", chat=True)["input_ids"][0]) == "<user>hi"
+    assert tokenizer.decode(generation.encode(tokenizer, "hi", chat=False)["input_ids"][0]) == "hi"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["generate", " "], 1, "prompt is empty"),
+        (["generate", "hi", "--adapter", "absent", "--model", "absent"], 1, "no adapter"),
+        (["generate", "hi", "--max-new-tokens", "0"], 2, "max-new-tokens"),
+        (["generate"], 2, "prompt"),
+        (["nonsense"], 2, "nonsense"),
+    ],
+)
+def test_mistakes_are_answered_plainly(arguments, code, message):
+    result = run(app, arguments)
+    assert result.exit_code == code
+    assert message.lower() in result.output.lower()
+    assert "Traceback" not in result.output

@@ -1,0 +1,125 @@
+"""The demo on a tiny random model: every stage runs and the report says what was measured."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from focus_attn.bench import Timing, crossover, describe_crossover
+from focus_attn.bench.timing import Contest, compare
+from focus_attn.demo import FOCUS, FULL, RANDOM, WINDOW, DemoOptions, run_demo
+from focus_attn.report import render_report
+from focus_attn.report.html import describe_gap
+
+
+@pytest.fixture(scope="module")
+def demo():
+    seen = []
+    result, model = run_demo(DemoOptions.for_tests(), lambda *call: seen.append(call))
+    return result, model, seen
+
+
+def test_every_condition_is_measured_on_the_same_predictions(demo):
+    result, _, _ = demo
+    assert list(result.perplexity) == [FULL, FOCUS, WINDOW, RANDOM]
+    assert len({(one.tokens, one.blocks, one.window) for one in result.perplexity.values()}) == 1
+    kept = {name: one.pairs_kept for name, one in result.perplexity.items()}
+    assert kept[FULL] is None
+    assert kept[WINDOW] < kept[FOCUS]
+    assert kept[RANDOM] == pytest.approx(kept[FOCUS], rel=0.2)
+
+
+def test_the_fitted_model_is_the_one_measured(demo):
+    result, model, _ = demo
+    assert model.focus_config == result.config
+    assert model.get_nb_trainable_parameters()[0] == result.router_parameters
+    assert [timing.length for timing in result.prefill] == [64, 128]
+
+
+def test_every_stage_reports_its_end(demo):
+    _, _, seen = demo
+    last = {what: (done, total) for what, done, total in seen}
+    assert all(done == total for done, total in last.values())
+    assert len(last) >= 6
+
+
+def test_numbers_survive_json(demo):
+    result, _, _ = demo
+    plain = json.loads(json.dumps(result.to_dict()))
+    assert plain["perplexity"][FOCUS]["ppl"] == result.perplexity[FOCUS].ppl
+    assert plain["attention"][0]["speedup"] == result.attention[0].speedup
+    assert plain["groups"]["groups"][0]["key_tokens"] == result.groups.groups[0].key_tokens
+    assert plain["config"]["window"] == 16
+
+
+class Outline(HTMLParser):
+    """Tags that are open, headings, and whatever a browser would fetch."""
+
+    VOID = frozenset({"meta", "link", "br", "img", "input", "hr"})
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.fetched, self.count = [], [], {}
+
+    def handle_starttag(self, tag, attributes):
+        self.count[tag] = self.count.get(tag, 0) + 1
+        if tag not in self.VOID:
+            self.open.append(tag)
+        for name, value in attributes:
+            if name in ("src", "href", "xlink:href") and not value.startswith("#"):
+                self.fetched.append(value)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_report_is_whole_and_fetches_nothing(demo):
+    result, _, _ = demo
+    page = render_report(result)
+    outline = Outline()
+    outline.feed(page)
+    assert outline.open == [] and outline.fetched == []
+    assert outline.count["svg"] == 4
+    assert "@import" not in page and "url(http" not in page
+    assert not re.search(r"\$[a-z_]+", page)
+
+
+def test_report_shows_the_measured_numbers(demo):
+    result, _, _ = demo
+    page = render_report(result)
+    for one in result.perplexity.values():
+        assert f"{one.ppl:.2f}" in page
+    for timing in result.prefill:
+        assert f"{timing.speedup:.2f}x" in page
+    assert describe_gap(result) in page
+
+
+def test_crossover_is_interpolated_between_lengths():
+    timings = [Timing(1000, 1.0, 2.0, 3), Timing(4000, 8.0, 4.0, 3)]
+    assert crossover(timings) == pytest.approx(2000)
+    assert "about 2,000" in describe_crossover(timings)
+
+
+def test_crossover_that_was_not_reached_is_said_to_lie_beyond():
+    timings = [Timing(1000, 1.0, 2.0, 3), Timing(4000, 8.0, 9.0, 3)]
+    assert crossover(timings) is None
+    assert "beyond" in describe_crossover(timings) and "4,000" in describe_crossover(timings)
+    assert "from 1,000 on" in describe_crossover([Timing(1000, 2.0, 1.0, 3)])
+    assert describe_crossover([]) == "nothing was measured"
+
+
+def test_a_length_that_wins_by_chance_is_no_crossover():
+    timings = [Timing(1000, 2.0, 1.0, 3), Timing(2000, 2.0, 4.0, 3), Timing(4000, 8.0, 4.0, 3)]
+    assert 2000 < crossover(timings) < 4000
+
+
+def test_timing_stops_when_time_is_up_and_prepares_every_repeat():
+    calls = []
+    contests = [
+        Contest(length, lambda: calls.append("dense"), lambda: calls.append("focus"), lambda: calls.append("prepare"))
+        for length in (1, 2)
+    ]
+    assert [timing.repeats for timing in compare(contests, repeats=2)] == [2, 2]
+    assert calls[:9] == ["prepare", "dense", "focus"] * 3
+    assert [timing.length for timing in compare(contests, repeats=2, seconds=0)] == [1]
