@@ -33,8 +33,6 @@ from focus_attn.zoo import load_default_model, tiny_random_model
 
 FULL, FOCUS, WINDOW, RANDOM = "full attention", "Focus, fitted", "window + sinks", "random groups, same sizes"
 
-PAIRS_COUNTED_ON = 2  # blocks: the share varies little between them, and counting costs more than the forward
-
 # What is being done, how much of it is done, how much there is.
 Progress = Callable[[str, int, int], None]
 
@@ -220,7 +218,6 @@ def _perplexities(model: FocusModel, held_out: Tensor, seed: int, report: Progre
             measured[name] = block_perplexity(
                 model,
                 held_out,
-                count_pairs_on=PAIRS_COUNTED_ON,
                 progress=lambda done, total, already=already: report(  # type: ignore[misc]
                     "measuring perplexity", already + done, total * len(conditions)
                 ),

@@ -87,8 +87,6 @@ def test_too_short_text_is_an_error():
         perplexity(model, tokenizer, "hello" * 20, length=60, window=64)
     with pytest.raises(ValueError, match="`max_blocks`"):
         token_blocks(tokenizer, "hello" * 20, 8, max_blocks=0)
-    with pytest.raises(ValueError, match="`count_pairs_on`"):
-        block_perplexity(model, tokens(length=40), window=3, count_pairs_on=0)
 
 
 def test_window_and_sinks_keeps_exactly_these():

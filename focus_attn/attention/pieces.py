@@ -46,6 +46,8 @@ def pieces(branch: Branch, dtype: torch.dtype) -> Iterator[Piece]:
         yield Piece(0, count, 0, count, opens_block=True, causal=True)
         return
     block = {"near": NEAR_BLOCK, "sinks": SINK_BLOCK, "far": FAR_BLOCK}[branch.kind]
+    if branch.kind == "near" and dtype.itemsize == 2:  # packing keys for half precision costs more than masked pairs
+        block *= 2
     starts = list(range(0, count, block))
     firsts, lasts = torch.tensor(starts), torch.tensor([min(s + block, count) - 1 for s in starts])
     ends = [x[i].tolist() for x in (branch.lo, branch.hi) for i in (firsts.to(x.device), lasts.to(x.device))]

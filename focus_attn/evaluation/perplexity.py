@@ -94,13 +94,9 @@ def block_perplexity(
     blocks: Tensor,
     *,
     window: int | None = None,
-    count_pairs_on: int | None = None,
     progress: Progress | None = None,
 ) -> Perplexity:
-    """`perplexity` of blocks that are tokens already, [blocks, length].
-
-    Counting pairs takes time quadratic in the length: `count_pairs_on` limits it to so many of the blocks.
-    """
+    """`perplexity` of blocks that are tokens already, [blocks, length]."""
     focus = model if isinstance(model, FocusModel) else None
     if window is None:
         window = focus.focus_config.window if focus else FocusConfig().window
@@ -109,16 +105,13 @@ def block_perplexity(
         raise ValueError(
             f"blocks of {length} tokens have nothing past a window of {window} to predict: use a longer `length`"
         )
-    if count_pairs_on is not None and count_pairs_on < 1:
-        raise ValueError(f"`count_pairs_on` must be at least 1 block, got {count_pairs_on}")
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device
     losses = torch.zeros(length, dtype=torch.float64)  # by position of the predicted token
     kept: list[float] = []
     for done, block in enumerate(blocks, start=1):
-        count = focus is not None and (count_pairs_on is None or done <= count_pairs_on)
-        recording: AbstractContextManager[Stats | None] = focus.record_stats() if focus and count else nullcontext()
+        recording: AbstractContextManager[Stats | None] = focus.record_stats() if focus else nullcontext()
         with recording as stats:
             losses[window + 1 :] += _losses(focus.base_model if focus else model, block[None].to(device), window).cpu()
         if stats is not None and stats.per_layer:  # nothing is recorded inside `disable_focus()`
