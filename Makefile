@@ -10,7 +10,7 @@ XDIST  ?= 2
 .PHONY: demo test lint unit bench-cpu clean
 
 demo: $(VENV)/.demo
-	$(BIN)/focus demo
+	$(BIN)/focus demo $(ARGS)
 
 test: lint unit
 
