@@ -11,7 +11,7 @@ from focus_attn.attention import focus_attention
 from focus_attn.attention.soft import soft_gated_attention
 from focus_attn.layer import AttentionInputs, FocusCall, FocusLayer, FocusState
 from focus_attn.router import Routing
-from focus_attn.visibility import Pattern
+from focus_attn.visibility import EVERYTHING, Pattern
 
 
 def attend(state: FocusState, layer: FocusLayer, call: FocusCall, inputs: AttentionInputs) -> Tensor:
@@ -51,7 +51,7 @@ def attend(state: FocusState, layer: FocusLayer, call: FocusCall, inputs: Attent
                 sink_logits=inputs.sink_logits,
             )
     if config.always_dense and query_gate is None:  # every pair shares a group: plain causal attention, in one call
-        pattern = replace(pattern, window=inputs.k.shape[2])
+        pattern = replace(pattern, window=EVERYTHING)
     return _focus_attention(state, inputs, call.routing.query_groups, call.key_groups, pattern, query_gate, key_gate)
 
 
@@ -61,7 +61,7 @@ def ungrouped(inputs: AttentionInputs) -> tuple[Tensor, Tensor, Pattern]:
     zero = torch.zeros((), dtype=torch.long, device=inputs.q.device)
     query_groups, key_groups = zero.expand(batch, 1, queries, 1), zero.expand(batch, 1, keys, 1)
     if inputs.sliding_window is None:
-        return query_groups, key_groups, Pattern(num_groups=1, window=keys)
+        return query_groups, key_groups, Pattern(num_groups=1, window=EVERYTHING)
     # Two groups that never meet: nothing beyond the window.
     window = inputs.sliding_window
     return query_groups, key_groups + 1, Pattern(2, window - 1, sliding_window=window)

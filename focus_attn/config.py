@@ -62,7 +62,7 @@ class FocusConfig:
         for spec in dataclasses.fields(self):
             choices = spec.metadata.get("choices")
             value = getattr(self, spec.name)
-            if choices is not None and value not in choices:
+            if choices is not None and (not isinstance(value, str) or value not in choices):
                 raise ValueError(f"`{spec.name}` must be one of {', '.join(map(repr, choices))}, got {value!r}")
         for name in ("query_top_k", "key_top_k"):
             if getattr(self, name) > self.num_groups:
@@ -78,7 +78,7 @@ class FocusConfig:
                 raise ValueError(f"`{name}` must be positive and finite, got {value!r}")
         if not isinstance(self.shared_router, bool):
             raise TypeError(f"`shared_router` must be True or False, got {self.shared_router!r}")
-        if isinstance(self.dense_layers, (str, int)) or not all(
+        if not isinstance(self.dense_layers, (tuple, list)) or not all(
             isinstance(i, int) and not isinstance(i, bool) for i in self.dense_layers
         ):
             raise TypeError(

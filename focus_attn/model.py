@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class FocusModel(nn.Module, PushToHubMixin):
         super().__init__()
         seam = Seam(model)  # refuses what Focus cannot serve, before anything is touched
         layers = text_config(model).num_hidden_layers
-        _check_adapter(adapter_name, config, layers)
+        _check_adapter(adapter_name, config, seam, layers)
         warn_if_untested(model)
         self.base_model = model
         self._seam: Seam | None = seam
@@ -56,9 +57,13 @@ class FocusModel(nn.Module, PushToHubMixin):
             parameter.requires_grad_(False)
         seam.attach(self._state)
         seam.switch_on()
-        self.add_adapter(adapter_name, config)
-        self.set_adapter(adapter_name)
-        self.train(False)
+        try:
+            self.add_adapter(adapter_name, config)
+            self.set_adapter(adapter_name)
+            self.train(False)
+        except BaseException:  # out of memory, say: the base model must not stay half dressed
+            self.unload()
+            raise
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -223,7 +228,7 @@ class FocusModel(nn.Module, PushToHubMixin):
     def add_adapter(self, adapter_name: str, config: FocusConfig) -> None:
         """New routers beside the others; `set_adapter` makes them the ones that are used."""
         seam, state = self._attached(), self._state
-        _check_adapter(adapter_name, config, state.num_layers)
+        _check_adapter(adapter_name, config, seam, state.num_layers)
         if adapter_name in state.configs:
             raise ValueError(
                 f"there is an adapter {adapter_name!r} already: `delete_adapter` it or choose another name"
@@ -279,6 +284,10 @@ class FocusModel(nn.Module, PushToHubMixin):
         """Write the active (or the named) adapter: its routers and its config, nothing of the base model."""
         name = self.active_adapter if adapter_name is None else adapter_name
         self._check_known(name)
+        if push_to_hub and name != self.active_adapter:
+            raise ValueError(
+                f"what is pushed is the active adapter {self.active_adapter!r}: `set_adapter({name!r})` first"
+            )
         tensors = {
             tensor_name(layer.spec.layer_idx, key): tensor
             for layer in self.focus_layers()
@@ -287,7 +296,7 @@ class FocusModel(nn.Module, PushToHubMixin):
         }
         write_adapter(Adapter(self._state.configs[name], describe_base(self.base_model), tensors), save_directory)
         if push_to_hub:
-            self.push_to_hub(hub_options.pop("repo_id", os.path.basename(save_directory)), **hub_options)
+            self.push_to_hub(hub_options.pop("repo_id", Path(save_directory).name), **hub_options)
 
     @classmethod
     def from_pretrained(
@@ -361,11 +370,18 @@ def _to_train(layer: nn.Module, *_: Any) -> None:
     layer.training = True
 
 
-def _check_adapter(adapter_name: str, config: FocusConfig, num_layers: int) -> None:
+def _check_adapter(adapter_name: str, config: FocusConfig, seam: Seam, num_layers: int) -> None:
     if not isinstance(config, FocusConfig):
         raise TypeError(f"`config` must be a FocusConfig, got {type(config).__name__}")
     if not isinstance(adapter_name, str) or not adapter_name or "." in adapter_name:
         raise ValueError(f"an adapter name is a non-empty string without dots, got {adapter_name!r}")
+    if hasattr(nn.ModuleDict(), adapter_name):
+        raise ValueError(f"an adapter cannot be called {adapter_name!r}, which PyTorch's modules use themselves")
     wrong = [index for index in config.dense_layers if not -num_layers <= index < num_layers]
     if wrong:
         raise ValueError(f"`dense_layers` names layer(s) {wrong} of a model that has {num_layers}")
+    if not any(spec.is_routed(config, num_layers) for spec in seam.specs):
+        raise ValueError(
+            f"Focus would do nothing here: all {num_layers} layers slide or are in `dense_layers`. For layers that "
+            'slide over more than 8 windows try `sliding_layers="intersect"`, with a smaller `window` if need be'
+        )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from focus_attn.attention.plan import count_pairs
-from focus_attn.visibility import Pattern, Tokens, memberships
+from focus_attn.visibility import EVERYTHING, Pattern, Tokens, memberships
 
 
 class LayerStats(NamedTuple):
@@ -65,7 +65,7 @@ class Stats:
         """Count the pairs of one layer in one forward."""
         tally = self._layers.setdefault(layer_idx, _Tally())
         visible = count_pairs(query_groups, key_groups, tokens, pattern).double()  # [B, R]
-        everything = Pattern(num_groups=1, window=tokens.key_positions.shape[-1])
+        everything = Pattern(num_groups=1, window=EVERYTHING)
         one_query_group, one_key_group = (torch.zeros_like(ids[:, :1, :, :1]) for ids in (query_groups, key_groups))
         causal = count_pairs(one_query_group, one_key_group, tokens, everything)[:, 0].double()  # [B]
         rows = causal > 0  # a row of padding alone has no pairs to keep

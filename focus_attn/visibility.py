@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+EVERYTHING = 1 << 30  # a window that no distance reaches
+
 
 @dataclass(frozen=True)
 class Pattern:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import ARCHITECTURES, SPARSE, tiny_model, tokens
+from tiny import ARCHITECTURES, EXACT, SPARSE, logits, tiny_model, tokens
 from transformers import DynamicCache, StaticCache
 
 from focus_attn import FocusConfig, get_focus_model
@@ -12,13 +12,7 @@ from focus_attn.hf import TESTED_MODEL_TYPES
 
 pytestmark = pytest.mark.filterwarnings("ignore:this input of")
 architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
-EXACT = {"atol": 1e-5, "rtol": 1e-5}
 LENGTH = 48
-
-
-def logits(model, ids, **kwargs):
-    with torch.no_grad():
-        return model(ids, **kwargs).logits
 
 
 def test_the_list_of_tested_architectures_is_the_list_tested():

@@ -7,7 +7,7 @@ import torch
 from attention_cases import Case, plain_attention, random_case
 
 from focus_attn import focus_attention
-from focus_attn.attention import pieces, stock
+from focus_attn.attention import kernels, pieces, stock
 from focus_attn.attention.plan import branches, count_pairs
 from focus_attn.visibility import count_visible_pairs, visible_mask
 
@@ -199,6 +199,60 @@ def test_nothing_in_nothing_out(backend: str, shape: str) -> None:
     groups = [torch.zeros(1, 1, n, 1, dtype=torch.int64) for n in (queries, keys)]
     out = focus_attention(q, k, k, *groups, num_groups=2, window=4, backend=backend)
     assert out.shape == (1, 2, queries, 8)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", ["queries beyond the keys", "gaps", "repeated positions"])
+def test_positions_may_be_anything(backend: str, case: str) -> None:
+    queries, keys, num_sinks = 600, 600, 0
+    if case == "queries beyond the keys":
+        keys, num_sinks = 20, 2
+        query_positions, key_positions = torch.arange(queries), torch.arange(keys)
+    elif case == "gaps":
+        query_positions = key_positions = 40 * torch.arange(queries)
+    else:
+        query_positions = key_positions = torch.arange(queries) // 2
+    ids = torch.randint(0, 4, (1, 1, queries, 1))
+    q, k = torch.randn(1, 2, queries, 8, requires_grad=True), torch.randn(1, 2, keys, 8, requires_grad=True)
+    options = {"num_groups": 4, "window": 25, "num_sinks": num_sinks}
+    options |= {"query_positions": query_positions[None], "key_positions": key_positions[None]}
+    made = Case(q, k, k, ids, ids if keys == queries else ids[:, :, :keys], options)
+    grad = torch.randn(1, 2, queries, 8)
+    for got, want in zip(made.run(backend, grad), made.run("reference", grad), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("window", [700, 16], ids=["plain causal", "sparse"])
+def test_softcap_never_forms_a_square_and_ignores_autocast(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    largest = 0
+    scores_of = kernels.MathKernel._scores
+
+    def watched(self: kernels.MathKernel, rows: slice, tile: kernels.Tile) -> torch.Tensor:
+        nonlocal largest
+        scores = scores_of(self, rows, tile)
+        largest = max(largest, scores.shape[-2] * scores.shape[-1])
+        return scores
+
+    monkeypatch.setattr(kernels.MathKernel, "_scores", watched)
+    q = torch.randn(1, 2, 700, 8, requires_grad=True)
+    ids = torch.zeros(1, 1, 700, 1, dtype=torch.int64)
+    case = Case(q, q, q, ids, ids, {"num_groups": 2, "window": window, "softcap": 10.0})
+    grad = torch.randn(1, 2, 700, 8)
+    want = case.run("reference", grad)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = case.run("stock", grad)
+    assert largest <= 256 * 700
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
+
+
+def test_double_precision_is_served_to_fp32_accuracy() -> None:
+    case = random_case(8)
+    grad = torch.randn(*case.q.shape[:3], case.v.shape[-1])
+    for got, want in zip(
+        case.cast(torch.float64).run("stock", grad.double()), case.run("reference", grad), strict=True
+    ):
+        assert worst(got, want) < 2e-5
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -48,6 +48,12 @@ WRONG: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     ("padding mask dtype", TypeError, "must be bool", {"key_padding_mask": torch.ones(2, 12)}),
     ("float positions", TypeError, "`key_positions`", {"key_positions": torch.ones(2, 12)}),
     ("one gate", ValueError, "go together", {"query_gate": torch.zeros(2, 2, 12, 4)}),
+    (
+        "integer gates",
+        TypeError,
+        "`query_gate` must be floating",
+        {"query_gate": torch.zeros(2, 2, 12, 4).long(), "key_gate": torch.zeros(2, 2, 12, 4)},
+    ),
     ("query segments alone", ValueError, "needs `key_segments`", {"query_segments": torch.zeros(2, 12).long()}),
     ("dropout", ValueError, "dropout is not supported", {"dropout": 0.1}),
     ("unknown backend", ValueError, "unknown `backend` 'cuda'", {"backend": "cuda"}),

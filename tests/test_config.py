@@ -68,6 +68,7 @@ def test_a_wrong_value_is_named(field: str, value: Any) -> None:
         ("shared_router", 1),
         ("dense_layers", 3),
         ("dense_layers", ("a",)),
+        ("dense_layers", None),
     ],
 )
 def test_a_wrong_type_is_named(field: str, value: Any) -> None:
@@ -106,3 +107,8 @@ def test_what_leaks_says_so() -> None:
 def test_settings_that_hide_nothing_are_known() -> None:
     assert FocusConfig(num_groups=4, query_top_k=3, key_top_k=2).always_dense
     assert not FocusConfig(num_groups=4, query_top_k=2, key_top_k=2).always_dense
+
+
+def test_a_choice_that_is_not_a_string_is_named() -> None:
+    with pytest.raises(ValueError, match="`backend`"):
+        FocusConfig(backend=["stock"])  # type: ignore[arg-type]

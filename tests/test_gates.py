@@ -6,21 +6,11 @@ import math
 
 import pytest
 import torch
-from tiny import SPARSE, tiny_model, tokens
+from tiny import EXACT, focus, logits, tokens
 
-from focus_attn import FocusConfig, get_focus_model
+from focus_attn import FocusConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:this input of")
-EXACT = {"atol": 1e-5, "rtol": 1e-5}
-
-
-def focus(architecture="llama", config=SPARSE, **changes):
-    return get_focus_model(tiny_model(architecture, **changes), config)
-
-
-def logits(model, ids, **kwargs):
-    with torch.no_grad():
-        return model(ids, **kwargs).logits
 
 
 @pytest.mark.parametrize("gate", ["multiplicative", "additive"])

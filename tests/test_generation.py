@@ -6,19 +6,14 @@ import copy
 
 import pytest
 import torch
-from tiny import SPARSE, tiny_model, tokens
+from tiny import EXACT, SPARSE, focus, tiny_model, tokens
 from transformers import DynamicCache, QuantizedCache, StaticCache, cache_utils
 
-from focus_attn import FocusConfig, get_focus_model
+from focus_attn import FocusConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:this input of")
 MODELS = ["gpt2", "llama", "gemma2", "falcon", "deepseek_v3"]
 models = pytest.mark.parametrize("architecture", MODELS)
-EXACT = {"atol": 1e-5, "rtol": 1e-5}
-
-
-def focus(architecture="llama", config=SPARSE, **changes):
-    return get_focus_model(tiny_model(architecture, **changes), config)
 
 
 def generate(model, ids, **kwargs):

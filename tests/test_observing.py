@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import SPARSE, tiny_model, tokens
+from tiny import EXACT, SPARSE, focus, logits, tiny_model, tokens
 
 from focus_attn import FocusConfig, get_focus_model
 from focus_attn.visibility import Pattern, count_causal_pairs, visible_mask
 
 pytestmark = pytest.mark.filterwarnings("ignore:this input of")
-EXACT = {"atol": 1e-5, "rtol": 1e-5}
-
-
-def focus(architecture="llama", config=SPARSE, **changes):
-    return get_focus_model(tiny_model(architecture, **changes), config)
-
-
-def logits(model, ids, **kwargs):
-    with torch.no_grad():
-        return model(ids, **kwargs).logits
 
 
 def test_stats_agree_with_the_predicate():

@@ -6,23 +6,13 @@ import copy
 
 import pytest
 import torch
-from tiny import SPARSE, VOCAB, tiny_model, tokens
+from tiny import EXACT, SPARSE, VOCAB, focus, logits, tiny_model, tokens
 from torch import nn
 from transformers import AutoModelForCausalLM, StaticCache, pipeline
 
 from focus_attn import FocusConfig, get_focus_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:this input of")
-EXACT = {"atol": 1e-5, "rtol": 1e-5}
-
-
-def focus(architecture="llama", config=SPARSE, **changes):
-    return get_focus_model(tiny_model(architecture, **changes), config)
-
-
-def logits(model, ids, **kwargs):
-    with torch.no_grad():
-        return model(ids, **kwargs).logits
 
 
 def test_routers_stay_fp32_whatever_the_base_model_becomes():

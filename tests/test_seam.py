@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from tiny import SPARSE, tiny_config, tiny_model, tokens
+from tiny import EXACT, SPARSE, focus, logits, tiny_config, tiny_model, tokens
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
@@ -15,17 +15,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from focus_attn import FocusConfig, get_focus_model
 from focus_attn.mask import focus_mask, read_mask
 
-EXACT = {"atol": 1e-5, "rtol": 1e-5}
 quiet = pytest.mark.filterwarnings("ignore:this input of")
-
-
-def focus(architecture="llama", config=SPARSE, **changes):
-    return get_focus_model(tiny_model(architecture, **changes), config)
-
-
-def logits(model, ids, **kwargs):
-    with torch.no_grad():
-        return model(ids, **kwargs).logits
 
 
 # What is refused
@@ -281,9 +271,9 @@ def test_dense_and_sliding_layers_own_no_router_and_attend_as_before():
     ids = tokens(length=60)
     base = tiny_model("gemma2")
     expected = logits(base, ids)
-    model = get_focus_model(base, FocusConfig(num_groups=4, window=2, dense_layers=(1, -1)))
-    assert [layer.router is None for layer in model.focus_layers()] == [True] * 4
-    assert model.get_nb_trainable_parameters()[0] == 0
+    everything = FocusConfig(num_groups=4, query_top_k=4, key_top_k=4, window=2, dense_layers=(1,))
+    model = get_focus_model(base, everything)
+    assert [layer.router is None for layer in model.focus_layers()] == [True, True, True, False]
     torch.testing.assert_close(logits(model, ids), expected, **EXACT)
 
 
@@ -301,3 +291,27 @@ def test_intersect_keeps_the_sliding_window():
     expected = logits(base, ids)
     config = FocusConfig(num_groups=4, query_top_k=4, window=2, sliding_layers="intersect")
     torch.testing.assert_close(logits(get_focus_model(base, config), ids), expected, **EXACT)
+
+
+@pytest.mark.parametrize("name", ["eval", "keys", "a.b", ""])
+def test_an_impossible_adapter_name_leaves_the_base_model_as_it_was(name):
+    model, ids = tiny_model(), tokens()
+    before = logits(model, ids)
+    with pytest.raises(ValueError, match="adapter"):
+        get_focus_model(model, SPARSE, name)
+    assert torch.equal(logits(model, ids), before)
+
+
+def test_a_failure_while_attaching_leaves_the_base_model_as_it_was(monkeypatch):
+    model, ids = tiny_model(), tokens()
+    before = logits(model, ids)
+    monkeypatch.setattr("focus_attn.model.Router.reset_parameters", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        get_focus_model(model, SPARSE)
+    assert torch.equal(logits(model, ids), before)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_model_with_nothing_to_route_is_refused_with_the_cure():
+    with pytest.raises(ValueError, match="sliding_layers"):
+        get_focus_model(tiny_model("mistral", sliding_window=8), SPARSE)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from focus_attn import FocusConfig
+from focus_attn import FocusConfig, FocusModel, get_focus_model
 
 # Short windows, so that tiny inputs have something to prune.
 SPARSE = FocusConfig(num_groups=4, window=3, num_sinks=1)
+
+EXACT = {"atol": 1e-5, "rtol": 1e-5}  # how close fp32 must come
 
 VOCAB = 97
 COMMON = {
@@ -89,3 +91,12 @@ def tiny_model(architecture: str = "llama", attn_implementation: str = "eager", 
 
 def tokens(batch: int = 2, length: int = 48, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def focus(architecture: str = "llama", config: FocusConfig = SPARSE, **changes: object) -> FocusModel:
+    return get_focus_model(tiny_model(architecture, **changes), config)
+
+
+def logits(model: torch.nn.Module, ids: torch.Tensor, **kwargs: object) -> torch.Tensor:
+    with torch.no_grad():
+        return model(ids, **kwargs).logits

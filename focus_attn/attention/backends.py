@@ -16,6 +16,7 @@ from focus_attn.attention.stock import stock_backward, stock_forward
 _stock = make_operator("stock", stock_forward, stock_backward, unrounded=True, token_major=False)
 
 WIDEST_HEAD = 256
+MOST_GROUPS = 1023
 MOST_GROUPS_AS_BITS = 63
 
 
@@ -43,6 +44,8 @@ def reason_against(name: str, call: AttentionCall) -> str | None:
             "takes gates only where a pair can share one group at most (query_k or key_k = 1), got "
             f"query_k = {query_k} and key_k = {key_k}: use backend='reference'"
         )
+    if name == "stock" and call.query_gate is not None and call.scale == 0:
+        return "cannot tell the gradients of gates at `scale` 0: use backend='reference'"
     if name != "triton":
         return None
     if importlib.util.find_spec("triton") is None:
@@ -53,6 +56,8 @@ def reason_against(name: str, call: AttentionCall) -> str | None:
         return f"computes in fp32, bf16 or fp16, got {call.q.dtype}: use backend='stock'"
     if call.scale <= 0:
         return f"needs a positive `scale`, got {call.scale}: use backend='stock'"
+    if call.pattern.num_groups > MOST_GROUPS:
+        return f"has room for {MOST_GROUPS} groups, got {call.pattern.num_groups}: use backend='stock'"
     width = max(call.q.shape[-1], call.v.shape[-1])
     if width > WIDEST_HEAD:
         return f"serves heads up to {WIDEST_HEAD} wide, got {width}: use backend='stock'"

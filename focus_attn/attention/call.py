@@ -88,6 +88,9 @@ def make_call(
         routers = query_groups.shape[1]
         _check_tensor("query_gate", query_gate, (batch, routers, num_queries, num_groups), q)
         _check_tensor("key_gate", key_gate, (batch, routers, num_keys, num_groups), q)
+        for name, gate in (("query_gate", query_gate), ("key_gate", key_gate)):
+            if gate.dtype not in FLOATS:
+                raise TypeError(f"`{name}` must be floating point, got {gate.dtype}")
 
     tokens = _resolve_tokens(
         q, num_keys, key_padding_mask, query_positions, key_positions, query_segments, key_segments

@@ -59,36 +59,58 @@ def kernel_for(device: torch.device, dtype: torch.dtype, softcap: float | None) 
 
 
 class MathKernel:
-    """Plain matrix products in fp32: for softcap, and for devices without a kernel that returns the logsumexp."""
+    """Plain matrix products in fp32, some queries at a time: for softcap, and for devices without a kernel that returns
+    the logsumexp."""
 
-    def _scores(self, tile: Tile) -> Tensor:
-        scores = tile.q.float() @ tile.k.float().transpose(-1, -2).unsqueeze(1) * tile.scale
+    rows = 256
+
+    def forward(self, tile: Tile) -> tuple[Tensor, Tensor]:
+        parts = []
+        for part in self._chunks(tile):
+            scores = self._scores(part, tile)
+            lse = scores.logsumexp(-1)
+            p = (scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
+            parts.append(((p @ tile.v[:, : p.shape[-1]].float().unsqueeze(1)).to(tile.v.dtype), lse))
+        outs, lses = zip(*parts, strict=True)
+        return torch.cat(outs, 2), torch.cat(lses, 2)
+
+    def backward(self, tile: Tile, final: tuple[Tensor, ...], marks: Tensor | None = None) -> TileGrads:
+        k, v = tile.k.float(), tile.v.float()
+        grad_k, grad_v, by_key = torch.zeros_like(k), torch.zeros_like(v), torch.zeros_like(k[..., 0])
+        grads_q, by_query = [], []
+        for rows in self._chunks(tile):
+            grad, out, lse = (x[:, :, rows].float() for x in final)
+            scores = self._scores(rows, tile)
+            seen = slice(0, scores.shape[-1])
+            p = (scores - lse[..., None]).exp()
+            delta = (grad * out).sum(-1, keepdim=True)
+            grad_scores = p * (grad @ v[:, seen].transpose(-1, -2).unsqueeze(1) - delta)
+            if marks is not None:
+                by_query.append(grad_scores @ marks[seen].float())
+                by_key[:, seen] += grad_scores.sum((1, 2))
+            if tile.softcap is not None:  # d tanh; where masked, p is 0 already
+                grad_scores = grad_scores * (1 - (scores.masked_fill(p == 0, 0.0) / tile.softcap).square())
+            grads_q.append(grad_scores @ k[:, seen].unsqueeze(1) * tile.scale)
+            grad_k[:, seen] += (grad_scores.transpose(-1, -2) @ tile.q[:, :, rows].float()).sum(1) * tile.scale
+            grad_v[:, seen] += (p.transpose(-1, -2) @ grad).sum(1)
+        if marks is None:
+            return TileGrads(torch.cat(grads_q, 2), grad_k, grad_v)
+        return TileGrads(torch.cat(grads_q, 2), grad_k, grad_v, torch.cat(by_query, 2), by_key)
+
+    def _chunks(self, tile: Tile) -> list[slice]:
+        count = tile.q.shape[2]
+        return [slice(start, min(start + self.rows, count)) for start in range(0, count, self.rows)]
+
+    def _scores(self, rows: slice, tile: Tile) -> Tensor:
+        """[N, G, rows, keys]; of a causal tile only the keys that these rows reach."""
+        keys = rows.stop if tile.causal else tile.k.shape[1]
+        scores = tile.q[:, :, rows].float() @ tile.k[:, :keys].float().transpose(-1, -2).unsqueeze(1) * tile.scale
         if tile.softcap is not None:
             scores = tile.softcap * torch.tanh(scores / tile.softcap)
         if tile.causal:
-            scores = scores.masked_fill(_future(scores), -math.inf)
-        return scores if tile.bias is None else scores + _over_heads(tile.bias)
-
-    def forward(self, tile: Tile) -> tuple[Tensor, Tensor]:
-        scores = self._scores(tile)
-        lse = scores.logsumexp(-1)
-        p = (scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
-        return (p @ tile.v.float().unsqueeze(1)).to(tile.v.dtype), lse
-
-    def backward(self, tile: Tile, final: tuple[Tensor, ...], marks: Tensor | None = None) -> TileGrads:
-        grad, out, lse = final
-        scores, grad = self._scores(tile), grad.float()
-        p = (scores - lse[..., None]).exp()
-        delta = (grad * out.float()).sum(-1, keepdim=True)
-        grad_scores = p * (grad @ tile.v.float().transpose(-1, -2).unsqueeze(1) - delta)
-        by_query = by_key = None
-        if marks is not None:
-            by_query, by_key = grad_scores @ marks.float(), grad_scores.sum((1, 2))
-        if tile.softcap is not None:  # d tanh; where masked, p is 0 already
-            grad_scores = grad_scores * (1 - (scores.masked_fill(p == 0, 0.0) / tile.softcap).square())
-        grad_q = grad_scores @ tile.k.float().unsqueeze(1) * tile.scale
-        grad_k = (grad_scores.transpose(-1, -2) @ tile.q.float()).sum(1) * tile.scale
-        return TileGrads(grad_q, grad_k, (p.transpose(-1, -2) @ grad).sum(1), by_query, by_key)
+            at = torch.arange(keys, device=scores.device)
+            scores = scores.masked_fill(at > at[rows, None], -math.inf)
+        return scores if tile.bias is None else scores + _over_heads(tile.bias[..., rows, :])
 
 
 class _PaddedKernel(ABC):
@@ -187,7 +209,7 @@ class CpuFlashKernel(_PaddedKernel):
         lse: Tensor,
         tile: Tile,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if q.dtype in (torch.bfloat16, torch.float16):
+        if q.dtype != torch.float32:  # the merged output and logsumexp are fp32 too
             grad, q, k, v, out = (x.float() for x in (grad, q, k, v, out))
             bias = None if bias is None else bias.float()
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -257,10 +279,6 @@ class CudaEfficientKernel(_PaddedKernel):
 def _over_heads(x: Tensor) -> Tensor:
     """[Tq, Tk] or [N, Tq, Tk] -> [N or 1, 1, Tq, Tk]."""
     return x[None, None] if x.dim() == 2 else x[:, None]
-
-
-def _future(scores: Tensor) -> Tensor:
-    return torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
 
 
 def _widen(x: Tensor, width: int) -> Tensor:

@@ -48,7 +48,8 @@ def make_operator(name: str, forward: Forward, backward: Backward, *, unrounded:
         """out, logsumexp, and the unrounded output where that is another tensor (empty otherwise)."""
         tensors = (q, k, v, query_groups, key_groups, query_positions, key_positions, query_segments, key_segments)
         sizes = (num_groups, window, num_sinks, sliding_window, scale, softcap)
-        out, lse = forward(_call(*tensors, sink_logits, query_gate, key_gate, *sizes))
+        with torch.autocast(device_type=q.device.type, enabled=False):
+            out, lse = forward(_call(*tensors, sink_logits, query_gate, key_gate, *sizes))
         if out.dtype == v.dtype:
             return out, lse, out.new_empty(0)
         return out.to(v.dtype), lse, out
@@ -90,7 +91,8 @@ def make_operator(name: str, forward: Forward, backward: Backward, *, unrounded:
         """Gradients of q, k, v, sink_logits, query_gate, key_gate; an empty tensor for what was not given."""
         tensors = (q, k, v, query_groups, key_groups, query_positions, key_positions, query_segments, key_segments)
         sizes = (num_groups, window, num_sinks, sliding_window, scale, softcap)
-        grads = backward(_call(*tensors, sink_logits, query_gate, key_gate, *sizes), grad, out, lse)
+        with torch.autocast(device_type=q.device.type, enabled=False):
+            grads = backward(_call(*tensors, sink_logits, query_gate, key_gate, *sizes), grad, out, lse)
         given = grads.q, grads.k, grads.v, grads.sink_logits, grads.query_gate, grads.key_gate
         return [q.new_empty(0) if x is None else x for x in given]
 

@@ -93,7 +93,7 @@ def branches(
         yield from _published(query_groups[..., 0], key_groups[..., 0], line, pattern)
         return
     yield _near(line, pattern)
-    if int(line.key_at[-1]) <= pattern.window:  # the longest distance there can be
+    if int((line.query_at - line.query_start).max()) <= pattern.window:  # no query stands far enough from the start
         return
     sinks = line.key_positions < pattern.num_sinks
     if pattern.num_sinks:

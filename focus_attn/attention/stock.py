@@ -19,7 +19,7 @@ from focus_attn.attention.kernels import Kernel, Tile, TileGrads, kernel_for
 from focus_attn.attention.merge import merge, merge_sink_logits, sink_logits_grad
 from focus_attn.attention.pieces import Piece, pieces
 from focus_attn.attention.plan import Branch, branches
-from focus_attn.visibility import Tokens, visible_mask
+from focus_attn.visibility import Tokens, count_positions, visible_mask
 
 DENSE_PAIRS = 1 << 18  # below this many query-key pairs a router, masked calls beat sorting
 MASKED_ROWS = 512  # queries a masked call
@@ -117,6 +117,9 @@ def is_published_setting(call: AttentionCall) -> bool:
     if call.query_groups.shape[-1] != 1 or call.query_groups.shape != call.key_groups.shape:
         return False
     if tokens.key_segments is not None or not torch.equal(tokens.query_positions, tokens.key_positions):
+        return False
+    counted = count_positions(tokens.key_positions >= 0)  # causal by slot is causal by position only where these count
+    if not torch.equal(tokens.key_positions, counted):
         return False
     return call.query_groups is call.key_groups or torch.equal(call.query_groups, call.key_groups)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from focus_attn.attention.call import AttentionCall
 from focus_attn.attention.device_plan import FarPlan, NearPlan, places, plan_far, plan_near
 from focus_attn.attention.merge import merge_sink_logits
+from focus_attn.visibility import EVERYTHING
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Sizes that change from call to call: no kernel is compiled anew for them.
@@ -260,8 +261,8 @@ def triton_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
 
 
 def has_far_pairs(call: AttentionCall) -> bool:
-    """Known from sizes alone: whether a key can lie beyond the window."""
-    return call.pattern.window + 1 < call.k.shape[2]
+    """Whether a key can lie beyond the window. Known without a look at the positions, which may have gaps."""
+    return call.pattern.window < EVERYTHING
 
 
 def _launch_near(call: AttentionCall, plan: NearPlan, out: Tensor, lse: Tensor) -> None:
