@@ -48,11 +48,13 @@ class Router(nn.Module):
         self.register_buffer("bias", torch.zeros(sides, num_routers, groups, **make))  # type: ignore[arg-type]
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Random start, scaled so that scores of a normalised hidden state have unit variance."""
-        nn.init.normal_(self.projection, std=1 / math.sqrt(self.hidden_size))
-        nn.init.normal_(self.centroids, std=1 / math.sqrt(self.config.router_dim))
-        nn.init.zeros_(self.bias)
+        for parameter, width in ((self.projection, self.hidden_size), (self.centroids, self.config.router_dim)):
+            device = parameter.device if generator is None else generator.device
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, device=device) / math.sqrt(width))
+        self.bias.zero_()
 
     def scores(self, hidden: Tensor) -> Tensor:
         """[B, T, d] hidden states -> [sides, B, R, T, K] fp32 scores, bias included."""
@@ -64,8 +66,7 @@ class Router(nn.Module):
         if hidden.device != self.projection.device:
             raise ValueError(f"hidden states are on {hidden.device}, the router on {self.projection.device}")
         with torch.autocast(device_type=hidden.device.type, enabled=False):
-            x = hidden.float()
-            x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+            x = normalise(hidden)
             # One matrix product for all sides and routers: "btd,srdw->sbrtw".
             weight = self.projection.permute(2, 0, 1, 3).flatten(1)
             z = (x @ weight).unflatten(-1, (self.num_sides, self.num_routers, -1)).permute(2, 0, 3, 1, 4)
@@ -105,6 +106,12 @@ class Router(nn.Module):
             f"hidden_size={self.hidden_size}, routers={self.num_routers}, groups={self.config.num_groups}, "
             f"width={self.config.router_dim}, shared={self.config.shared_router}"
         )
+
+
+def normalise(hidden: Tensor) -> Tensor:
+    """Hidden states at unit root mean square, fp32: without parameters, so that one temperature serves every layer."""
+    x = hidden.float()
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
 
 
 def top_groups(scores: Tensor, k: int) -> Tensor:

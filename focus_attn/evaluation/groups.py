@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from focus_attn.model import FocusModel
 from focus_attn.router import Routing
+from focus_attn.visibility import memberships
 
 
 class Group(NamedTuple):
@@ -57,8 +58,7 @@ def observe_routing(model: FocusModel, blocks: Tensor) -> dict[int, Routing]:
 
 def group_shares(groups: Tensor, num_groups: int) -> Tensor:
     """Share of the tokens in each group, [B, R, T, k] -> [R, K]; rows sum to k."""
-    members = torch.nn.functional.one_hot(groups, num_groups).sum(3).clamp_max(1)  # [B, R, T, K]
-    return members.float().mean((0, 2))
+    return memberships(groups, num_groups).float().mean((0, 2))
 
 
 def top_tokens(

@@ -75,8 +75,6 @@ def fit_coverage(
     _check(token_blocks, config, steps=steps, queries=queries)
     far_budget = _far_budget(budget, token_blocks.shape[1], config)
     routers = {layer.spec.layer_idx: layer.router for layer in model.focus_layers() if layer.router is not None}
-    if not routers:
-        raise ValueError("the active adapter routes no layer of this model, so there is nothing to fit")
 
     start = time.perf_counter()
     seen = _observe(model, token_blocks, queries, seed, progress)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from focus_attn.layer import AttentionInputs
-from focus_attn.router import Router
+from focus_attn.router import Router, normalise
 from focus_attn.training.objectives import FarAttention, coverage_loss, covered, far_attention, far_pairs_kept
 
 START_TEMPERATURE, END_TEMPERATURE = 1.0, 0.2
@@ -53,7 +53,7 @@ class LayerTrainer:
         self.layer_idx, self.router, self.seen = layer_idx, router, seen
         self.steps, self.learning_rate = steps, learning_rate
         generator = torch.Generator().manual_seed(seed * 100_003 + layer_idx)
-        _restart(router, generator)
+        router.reset_parameters(generator)  # ours: the fit must not depend on what ran before it
         self.order = torch.randperm(len(seen), generator=generator).tolist()
         parameters = [router.projection, router.centroids]
         self.optimizer = torch.optim.Adam(parameters, lr=learning_rate, betas=(0.9, 0.99))
@@ -72,7 +72,8 @@ class LayerTrainer:
         config = self.router.config
         assert seen.inputs.hidden is not None
         attention = far_attention(seen.inputs, seen.positions, self.router.num_routers, config.window, config.num_sinks)
-        return _normalised(seen.inputs.hidden[0]), attention
+        hidden = seen.inputs.hidden[0]
+        return normalise(hidden).to(hidden.dtype), attention  # the fit's products then run at the model's speed
 
     def _step(self, progress: float, hidden: Tensor, attention: FarAttention, far_budget: float) -> None:
         temperature = START_TEMPERATURE * (END_TEMPERATURE / START_TEMPERATURE) ** progress
@@ -111,17 +112,3 @@ class LayerTrainer:
         z = z.unflatten(-1, (router.num_sides, router.num_routers, -1)).permute(1, 2, 3, 0)
         scores = router.centroids @ z + router.bias[..., None]
         return [(router.config.query_top_k, scores[0]), (router.config.key_top_k, scores[-1])]
-
-
-def _restart(router: Router, generator: torch.Generator) -> None:
-    """The router's own random start, from a generator of ours: the fit must not depend on what ran before it."""
-    with torch.no_grad():
-        for parameter, width in ((router.projection, router.hidden_size), (router.centroids, router.config.router_dim)):
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) / math.sqrt(width))
-        router.bias.zero_()
-
-
-def _normalised(hidden: Tensor) -> Tensor:
-    """[T, d] as the router normalises it, in the dtype of the model: the fit's products then run at its speed."""
-    x = hidden.float()
-    return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)).to(hidden.dtype)
