@@ -52,7 +52,10 @@ def attend(state: FocusState, layer: FocusLayer, call: FocusCall, inputs: Attent
             )
     if config.always_dense and query_gate is None:  # every pair shares a group: plain causal attention, in one call
         pattern = replace(pattern, window=EVERYTHING)
-    return _focus_attention(state, inputs, call.routing.query_groups, call.key_groups, pattern, query_gate, key_gate)
+    out = _focus_attention(state, inputs, call.routing.query_groups, call.key_groups, pattern, query_gate, key_gate)
+    if state.probe is not None and query_gate is not None and key_gate is not None:
+        return state.probe(inputs, call.routing, (query_gate, key_gate), pattern, out)
+    return out
 
 
 def ungrouped(inputs: AttentionInputs) -> tuple[Tensor, Tensor, Pattern]:
@@ -76,7 +79,9 @@ def _focus_attention(
     query_gate: Tensor | None = None,
     key_gate: Tensor | None = None,
 ) -> Tensor:
-    tokens = inputs.tokens
+    # Plain positions are not passed: a call without them knows that they are.
+    tokens = (None, None, None, None, True) if inputs.tokens.plain else inputs.tokens
+    query_positions, key_positions, query_segments, key_segments, _ = tokens
     out = focus_attention(
         inputs.q,
         inputs.k,
@@ -90,10 +95,10 @@ def _focus_attention(
         softcap=inputs.softcap,
         sliding_window=pattern.sliding_window,
         sink_logits=inputs.sink_logits,
-        query_positions=tokens.query_positions,
-        key_positions=tokens.key_positions,
-        query_segments=tokens.query_segments,
-        key_segments=tokens.key_segments,
+        query_positions=query_positions,
+        key_positions=key_positions,
+        query_segments=query_segments,
+        key_segments=key_segments,
         query_gate=query_gate,
         key_gate=key_gate,
         backend=state.config.backend,

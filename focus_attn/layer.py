@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from focus_attn.cache import IdsTag
 from focus_attn.config import FocusConfig
 from focus_attn.router import Router, Routing
-from focus_attn.visibility import Tokens
+from focus_attn.visibility import Pattern, Tokens
 
 if TYPE_CHECKING:
     from focus_attn.stats import Stats
@@ -65,6 +65,11 @@ class AttentionInputs:
     sink_logits: Tensor | None = None  # [H], the learned sinks of gpt_oss
 
 
+# (inputs, routing, log assignments of both sides, pattern, output) -> the output, with more gradients: how a training
+# step learns from pairs that hard routing drops.
+Probing = Callable[[AttentionInputs, Routing, tuple[Tensor, Tensor], Pattern, Tensor], Tensor]
+
+
 @dataclass
 class FocusState:
     """One per model, reachable from every attention module: what the next forward is to compute."""
@@ -76,6 +81,7 @@ class FocusState:
     enabled: bool = True
     observer: Callable[[AttentionInputs], None] | None = None
     override: Callable[[int, Routing], Routing] | None = None
+    probe: Probing | None = None
     recorder: Stats | None = None
     said: set[str] = field(default_factory=set)
 

@@ -2,6 +2,7 @@
 
 It is [B, 1, rows, Tk] int32. Row 0: positions of the keys. Row 1: positions of the queries, in its last Tq entries.
 Row 2, only when sequences are packed: segments of the keys. Positions are -1 for padding and unwritten cache slots.
+One row alone says that nothing is padded or packed: a key's position is its slot, and the queries come last.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ def focus_mask(
         written = attention_mask[:, :total].to(device=device, dtype=torch.bool)
         real = real & torch.nn.functional.pad(written, (0, total - written.shape[1]))
     segments = _segments(mask_function, batch_size, total, device)
+    if segments is None and kv_offset == 0 and _is_full(q_offset, q_length, total, attention_mask):
+        return slots.int().expand(batch_size, 1, 1, total)
     positions = count_positions(real, segments)
 
     rows = torch.full((3 if segments is not None else 2, batch_size, kv_length), -1, dtype=torch.int32, device=device)
@@ -64,18 +67,32 @@ def read_mask(mask: Tensor | None, num_queries: int, num_keys: int) -> Tokens:
             "no attention mask reached Focus: this model does not build its masks through transformers' mask "
             "interface, so padding would be lost in silence; leave this model dense"
         )
-    if mask.dim() != 4 or mask.dtype != torch.int32 or mask.shape[2] not in (2, 3):
+    if mask.dim() != 4 or mask.dtype != torch.int32 or mask.shape[2] not in (1, 2, 3):
         raise ValueError(
             f"Focus got a custom attention mask of shape {list(mask.shape)} and {mask.dtype}: pass the 2-D padding "
             "mask [batch, tokens] (packed sequences: `position_ids` that restart), or use `disable_focus()`"
         )
     if mask.shape[3] != num_keys:
         raise ValueError(f"the attention mask covers {mask.shape[3]} keys, the layer has {num_keys}")
+    if mask.shape[2] == 1:
+        return Tokens(mask[:, 0, 0, num_keys - num_queries :], mask[:, 0, 0], plain=True)
     query_positions = mask[:, 0, 1, num_keys - num_queries :]
     if mask.shape[2] == 2:
         return Tokens(query_positions, mask[:, 0, 0])
     segments = mask[:, 0, 2]
     return Tokens(query_positions, mask[:, 0, 0], segments[:, num_keys - num_queries :], segments)
+
+
+def _is_full(q_offset: int | Tensor, q_length: int, total: int, attention_mask: Tensor | None) -> bool:
+    """Whether every slot holds a real token and the queries are the last: asked once a forward, for it lets all layers
+    plan without looking at positions. Never asked of a device inside a graph."""
+    if isinstance(q_offset, Tensor) or torch.compiler.is_compiling() or q_offset + q_length != total:
+        return False
+    if attention_mask is None:
+        return True
+    if attention_mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    return attention_mask.shape[1] >= total and bool(attention_mask[:, :total].all())
 
 
 def _segments(function: MaskFunction, batch: int, total: int, device: torch.device | str) -> Tensor | None:

@@ -20,7 +20,7 @@ from focus_attn.adapters import Adapter, check_fits, describe_base, read_adapter
 from focus_attn.cache import IdsTag
 from focus_attn.config import FocusConfig
 from focus_attn.hf import NO_ATTENTIONS, Seam, execution_device, text_config, warn_if_untested
-from focus_attn.layer import AttentionInputs, FocusLayer, FocusState
+from focus_attn.layer import AttentionInputs, FocusLayer, FocusState, Probing
 from focus_attn.router import Router, Routing
 from focus_attn.stats import Stats
 
@@ -158,6 +158,12 @@ class FocusModel(nn.Module, PushToHubMixin):
     def override_routing(self, choose: Callable[[int, Routing], Routing]) -> Iterator[None]:
         """Inside, `choose(layer_idx, routing)` says what is used instead of the router's answer."""
         with self._set_for_now(override=choose):
+            yield
+
+    @contextmanager
+    def probe_attention(self, probe: Probing | None) -> Iterator[None]:
+        """Inside, `probe` adds gradients to the attention of hard routing in training; what is computed stays."""
+        with self._set_for_now(probe=probe):
             yield
 
     @contextmanager

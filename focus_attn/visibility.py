@@ -31,22 +31,28 @@ class Pattern:
 
 
 class Tokens(NamedTuple):
-    """Where queries and keys stand. Positions and segments are int64; segments are None when there is one."""
+    """Where queries and keys stand. Positions and segments are int64; segments are None when there is one.
+
+    plain: known, without a look at the values, to be one sequence a row without padding: a key's position is its slot,
+    and the queries are the last of the slots.
+    """
 
     query_positions: Tensor  # [B, Tq], -1 = padding
     key_positions: Tensor  # [B, Tk], -1 = padding or an unwritten cache slot
     query_segments: Tensor | None = None  # [B, Tq]
     key_segments: Tensor | None = None  # [B, Tk]
+    plain: bool = False
 
     def queries(self, start: int, stop: int) -> Tokens:
         """The same keys, a slice of the queries."""
         segments = None if self.query_segments is None else self.query_segments[:, start:stop]
-        return self._replace(query_positions=self.query_positions[:, start:stop], query_segments=segments)
+        positions = self.query_positions[:, start:stop]
+        return self._replace(query_positions=positions, query_segments=segments, plain=False)
 
     def keys(self, stop: int) -> Tokens:
         """The same queries, the first keys."""
         segments = None if self.key_segments is None else self.key_segments[:, :stop]
-        return self._replace(key_positions=self.key_positions[:, :stop], key_segments=segments)
+        return self._replace(key_positions=self.key_positions[:, :stop], key_segments=segments, plain=False)
 
 
 def count_positions(real: Tensor, segments: Tensor | None = None) -> Tensor:

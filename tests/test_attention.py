@@ -282,5 +282,31 @@ def test_compiles_without_a_graph_break_and_passes_pytorchs_operator_checks() ->
 
     ids = torch.randint(0, 4, (1, 1, 50, 1))
     q, at = torch.randn(1, 2, 50, 8, requires_grad=True), torch.arange(50)[None]
-    arguments = (q, q, q, ids, ids, at, at, None, None, None, None, None, 4, 8, 2, None, 0.3, None)
+    arguments = (q, q, q, ids, ids, at, at, None, None, None, None, None, 4, 8, 2, None, 0.3, None, False)
     torch.library.opcheck(torch.ops.focus_attn.stock.default, arguments)
+
+
+@pytest.mark.parametrize("queries", [40, 1])
+def test_a_window_as_long_as_the_text_is_plain_causal_attention(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from focus_attn.attention import api
+    from focus_attn.attention.backends import explain
+
+    q = torch.randn(2, 4, queries, 8, requires_grad=True)
+    k, v = torch.randn(2, 2, 2, 40, 8).unbind(0)
+    query_groups, key_groups = torch.randint(0, 3, (2, 1, queries, 1)), torch.randint(0, 3, (2, 1, 40, 1))
+    options = {"num_groups": 3, "window": 39}
+    want = focus_attention(q, k, v, query_groups, key_groups, backend="reference", **options)
+    seen = []
+    monkeypatch.setattr(api, "choose_backend", lambda call: seen.append(call))
+    got = focus_attention(q, k, v, query_groups, key_groups, **options)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+    for a, b in zip(*(torch.autograd.grad(x.square().sum(), q) for x in (got, want)), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
+    assert not seen
+
+    monkeypatch.undo()
+    masked = {**options, "key_padding_mask": torch.ones(2, 40, dtype=torch.bool)}  # who knows what is in it
+    for case, first in ((options, "dense"), (masked, "stock"), ({**options, "window": 5}, "stock")):
+        names = [name for name, _ in explain(Case(q, k, v, query_groups, key_groups, case).call())]
+        assert names[0] == first
+    assert set(names) == {"stock", "triton", "reference"}

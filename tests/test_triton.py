@@ -1,5 +1,8 @@
 """The Triton kernels against the oracle: on the GPU where there is one, otherwise in Triton's interpreter."""
 
+import importlib.util
+import itertools
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -8,6 +11,7 @@ from attention_cases import Case, plain_attention, random_case
 from test_attention import NAMES, worst
 
 from focus_attn import focus_attention
+from focus_attn.attention import launch
 from focus_attn.attention.backends import reason_against
 
 pytest.importorskip("triton")
@@ -22,6 +26,7 @@ HALVES = [torch.bfloat16, torch.float16] if ON_GPU else [torch.float16]
 def _poisoned_memory() -> Iterator[None]:
     """`torch.empty` gives NaN, so that an element nobody wrote is found."""
     torch.use_deterministic_algorithms(True, warn_only=True)
+    launch._setups.clear()
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -87,3 +92,160 @@ def test_what_it_cannot_serve_is_said() -> None:
     assert "float64" in why_not(q.double())
     assert "scale" in why_not(scale=-1.0)
     assert "bits" in why_not(ids=ids.expand(-1, -1, -1, 2), num_groups=64)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_two_planners_agree(seed: int) -> None:
+    """The counting sort of plain calls against the sort of any call."""
+    from focus_attn.attention import device_plan, triton_plan
+    from focus_attn.attention.call import make_call
+    from focus_attn.attention.launch import setup_for
+
+    pick = random.Random(seed)
+    groups, choices, queries = pick.choice([1, 3, 8]), pick.choice([1, 1, 3]), pick.choice([1, 129, 700, 1500])
+    keys = queries + pick.choice([0, 0, 50, 1100])
+    make = torch.Generator().manual_seed(seed)
+    ids = [
+        torch.randint(0, groups, (2, 2, length, min(groups, k)), generator=make).to(DEVICE)
+        for length, k in ((queries, choices), (keys, 1))
+    ]
+    q, k = (torch.zeros(2, 2, length, 8, device=DEVICE) for length in (queries, keys))
+    absent = "scale softcap sliding_window sink_logits key_padding_mask query_positions key_positions".split()
+    nothing = dict.fromkeys([*absent, "query_segments", "key_segments", "query_gate", "key_gate"])
+    call = make_call(q, k, k, *ids, num_groups=groups, window=pick.choice([0, 7, 128]), num_sinks=4, **nothing)
+    assert triton_plan.serves(call)
+    got, seen_by = triton_plan.plan_far(call, setup_for(call), backward=True)
+    want = device_plan.plan_far(call, *device_plan.places(call.tokens))
+    torch.testing.assert_close(got.group_starts, want.group_starts, rtol=0, atol=0)
+    torch.testing.assert_close(got.ranges, want.ranges, rtol=0, atol=0)
+    for line in itertools.product(range(2), range(2)):
+        real = int((call.key_groups[line][4:]).numel())
+        assert torch.equal(got.key_slots[line][:real], want.key_slots[line][:real])
+        for choice in range(min(groups, choices)):
+            real = int(want.group_starts[line][choice, -1])
+            assert torch.equal(got.query_slots[line][choice, :real], want.query_slots[line][choice, :real])
+    first, last = seen_by.unbind(3)
+    want_first, want_last = device_plan.seen_by(want.ranges, keys).unbind(3)
+    met = last > first
+    assert torch.equal(met, want_last > want_first)
+    assert torch.equal(first[met], want_first[met]) and torch.equal(last[met], want_last[met])
+
+
+def fake_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN's part by plain PyTorch, job after job."""
+    from focus_attn.attention import cudnn
+
+    def runs(shape, jobs):
+        queries = (jobs.offsets[0] // (shape.heads * shape.width)).tolist()
+        keys = (jobs.offsets[1] // (shape.kv_heads * shape.width)).tolist()
+        assert torch.equal(jobs.offsets[2] * shape.width, jobs.offsets[0])
+        lengths = zip(jobs.query_lengths.tolist(), jobs.key_lengths.tolist(), strict=True)
+        for query, key, (rows, columns) in zip(queries, keys, lengths, strict=False):
+            assert (rows > 0) == (columns > 0) and rows <= shape.longest_queries and columns <= shape.longest_keys
+            if rows:
+                yield slice(query, query + rows), slice(key, key + columns)
+
+    def probabilities(shape, q, k, lse=None):
+        scores = torch.einsum("ihd,jhd->hij", q, k.repeat_interleave(shape.heads // shape.kv_heads, 1)) * shape.scale
+        if shape.causal:
+            scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+        lse = scores.logsumexp(-1) if lse is None else lse
+        return (scores - lse[..., None]).exp(), lse
+
+    def rows(shape, x):
+        return x.view(-1, x.shape[-2], x.shape[-1])
+
+    def forward(shape, jobs, *tensors):
+        q, k, v, out, lse = (rows(shape, x) for x in tensors)
+        for queries, keys in runs(shape, jobs):
+            p, total = probabilities(shape, q[queries].float(), k[keys].float())
+            values = v[keys].float().repeat_interleave(shape.heads // shape.kv_heads, 1)
+            out[queries], lse[queries] = torch.einsum("hij,jhd->ihd", p, values).to(out.dtype), total.T[..., None]
+
+    def backward(shape, jobs, tensors, grads):
+        repeat = shape.heads // shape.kv_heads
+        tensors, grads = ([rows(shape, x) for x in some] for some in (tensors, grads))
+        for at, _ in runs(shape, jobs):
+            q, k, v, out, lse, grad = (x[at].float() for x in tensors)
+            p, _ = probabilities(shape, q, k, lse[..., 0].T)
+            dp = torch.einsum("ihd,jhd->hij", grad, v.repeat_interleave(repeat, 1))
+            ds = p * (dp - (grad * out).sum(-1).T[..., None]) * shape.scale
+            grads[0][at] = torch.einsum("hij,jhd->ihd", ds, k.repeat_interleave(repeat, 1))
+            grads[1][at] = torch.einsum("hij,ihd->jhd", ds, q).unflatten(1, (-1, repeat)).sum(2)
+            grads[2][at] = torch.einsum("hij,ihd->jhd", p, grad).unflatten(1, (-1, repeat)).sum(2)
+
+    for name, function in (("can_serve", lambda shape: True), ("forward", forward), ("backward", backward)):
+        monkeypatch.setattr(cudnn, name, function)
+
+
+@pytest.mark.parametrize("copies_fit", [True, False], ids=["at once", "head by head"])
+@pytest.mark.parametrize("sinks", [0, 3])
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2)], ids=str)
+def test_shared_ids_go_through_one_causal_attention_a_group(
+    heads: tuple[int, int], sinks: int, copies_fit: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU with cuDNN's package its own kernels do it; the arithmetic around them is checked everywhere."""
+    from focus_attn.attention import cudnn, sorted_rows
+
+    if importlib.util.find_spec("cudnn") is None or not ON_GPU:
+        fake_cudnn(monkeypatch)
+    monkeypatch.setattr(sorted_rows, "heads_at_once", lambda call, copies: heads[1] if copies_fit else 1)
+    half = ON_GPU
+    make = torch.Generator().manual_seed(0)
+    groups = torch.randint(0, 5, (2, 1, 201, 1), generator=make)
+    groups[groups == 3] = 4  # an empty one
+    groups = groups.to(DEVICE)
+    q, k, v = (
+        torch.randn(2, count, 201, 16, generator=make).to(DEVICE, torch.bfloat16 if half else torch.float32)
+        for count in (heads[0], heads[1], heads[1])
+    )
+    case = Case(
+        *(x.requires_grad_() for x in (q, k, v)), groups, groups, {"num_groups": 5, "window": 20, "num_sinks": sinks}
+    )
+    calls = []
+    real = cudnn.forward
+    monkeypatch.setattr(cudnn, "forward", lambda *arguments: (calls.append(arguments), real(*arguments)))
+    grad = torch.randn(*q.shape, generator=make).to(DEVICE, q.dtype)
+    got = case.run("triton", grad)
+    assert len(calls) == (1 if copies_fit else heads[1])
+    want = case.cast(torch.float32).run("reference", grad.float())
+    rough = plain_attention(case, grad) if half else [None] * 4
+    for name, mine, exact, plain in zip(NAMES[:4], got, want, rough, strict=False):
+        bound = 2 * worst(plain, exact) + 1e-5 if half else 1e-5 * max(1.0, float(exact.abs().max()))
+        assert worst(mine, exact) <= bound, name
+
+
+@pytest.mark.parametrize("copies_fit", [True, False], ids=["at once", "head by head"])
+@pytest.mark.parametrize("routers", ["layer", "kv_head"])
+@pytest.mark.parametrize("query_k", [1, 2])
+def test_long_prefixes_go_through_cudnn(
+    query_k: int, routers: str, copies_fit: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from focus_attn.attention import bulk, cudnn, sorted_rows
+
+    if importlib.util.find_spec("cudnn") is None or not ON_GPU:
+        fake_cudnn(monkeypatch)
+    for name, value in (("SHORTEST", 1), ("JOB", 70), ("LEAST_KEYS", 9)):
+        monkeypatch.setattr(bulk, name, value)
+    monkeypatch.setattr(sorted_rows, "heads_at_once", lambda call, copies: 2 if copies_fit else 1)
+    make = torch.Generator().manual_seed(query_k)
+    count = 1 if routers == "layer" else 2
+    query_groups = torch.rand(2, count, 300, 4, generator=make).topk(query_k, -1).indices.to(DEVICE)
+    key_groups = torch.randint(0, 3, (2, count, 333, 1), generator=make).to(DEVICE)  # group 3 has no keys
+    dtype = torch.bfloat16 if ON_GPU else torch.float32
+    q, k, v = (
+        torch.randn(2, heads, length, 16, generator=make).to(DEVICE, dtype).requires_grad_()
+        for heads, length in ((6, 300), (2, 333), (2, 333))
+    )
+    case = Case(q, k, v, query_groups, key_groups, {"num_groups": 4, "window": 20, "num_sinks": 2})
+    calls, real = [], cudnn.forward
+    monkeypatch.setattr(cudnn, "forward", lambda *arguments: (calls.append(arguments), real(*arguments)))
+    grad = torch.randn(q.shape, generator=make).to(DEVICE, dtype)
+    got = case.run("triton", grad)
+    assert len(calls) == query_k * (1 if copies_fit else 2)
+    assert all(int(jobs.key_lengths.sum()) > 0 for _, jobs, *_ in calls)
+    want = case.cast(torch.float32).run("reference", grad.float())
+    rough = plain_attention(case, grad) if ON_GPU else [None] * 4
+    for name, mine, exact, plain in zip(NAMES[:4], got, want, rough, strict=False):
+        bound = 2 * worst(plain, exact) + 1e-5 if ON_GPU else 1e-5 * max(1.0, float(exact.abs().max()))
+        assert worst(mine, exact) <= bound, name

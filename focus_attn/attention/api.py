@@ -6,6 +6,7 @@ from torch import Tensor
 
 from focus_attn.attention.backends import choose_backend, run_backend
 from focus_attn.attention.call import make_call
+from focus_attn.attention.dense import dense_attention, is_dense
 
 
 def focus_attention(
@@ -79,5 +80,7 @@ def focus_attention(
         query_gate=query_gate,
         key_gate=key_gate,
     )
+    if backend == "auto" and not return_lse and is_dense(call):
+        return dense_attention(call)
     out, lse = run_backend(choose_backend(call) if backend == "auto" else backend, call)
     return (out, lse) if return_lse else out

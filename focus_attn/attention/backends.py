@@ -9,6 +9,7 @@ import os
 from torch import Tensor
 
 from focus_attn.attention.call import AttentionCall
+from focus_attn.attention.dense import is_dense
 from focus_attn.attention.ops import Forward, make_operator
 from focus_attn.attention.reference import reference_attention
 from focus_attn.attention.stock import stock_backward, stock_forward
@@ -36,6 +37,31 @@ def choose_backend(call: AttentionCall) -> str:
     return next((name for name in order if reason_against(name, call) is None), "reference")
 
 
+def explain(call: AttentionCall) -> list[tuple[str, str]]:
+    """What `auto` does with a call, best first: (backend, why it is taken or passed over)."""
+    if is_dense(call):
+        return [("dense", "taken: every causal pair is near, so this is PyTorch's own causal attention")]
+    taken = choose_backend(call)
+    reasons = [(taken, f"taken: {_MERITS[taken]}")]
+    for name in BACKENDS:
+        if name != taken:
+            why_not = reason_against(name, call)
+            reasons.append((name, f"not taken: {why_not or _FAULTS[name]}"))
+    return reasons
+
+
+_MERITS = {
+    "triton": "its kernels were the fastest at every length measured on CUDA (results/)",
+    "stock": "existing kernels over blocks of pairs, in memory linear in length; the fastest where Triton does not run",
+    "reference": "nothing else serves this call; it takes memory for every pair",
+}
+_FAULTS = {
+    "triton": "another is faster here",
+    "stock": "slower than Triton's kernels on CUDA",
+    "reference": "computes all pairs and masks them: the oracle, for tests",
+}
+
+
 def reason_against(name: str, call: AttentionCall) -> str | None:
     """Why a backend cannot serve a call, as the rest of a sentence; None when it can."""
     query_k, key_k = call.query_groups.shape[-1], call.key_groups.shape[-1]
@@ -48,7 +74,7 @@ def reason_against(name: str, call: AttentionCall) -> str | None:
         return "cannot tell the gradients of gates at `scale` 0: use backend='reference'"
     if name != "triton":
         return None
-    if importlib.util.find_spec("triton") is None:
+    if not _is_installed("triton"):
         return "needs Triton: `pip install focus-attn[triton]` (Linux), or use backend='stock'"
     if call.q.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"runs on CUDA devices, got {call.q.device}: use backend='stock'"
@@ -70,6 +96,11 @@ def reason_against(name: str, call: AttentionCall) -> str | None:
             f"{call.pattern.num_groups}: use backend='stock'"
         )
     return None
+
+
+@functools.cache
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 @functools.cache

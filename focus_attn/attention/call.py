@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,17 +57,91 @@ def make_call(
     query_gate: Tensor | None,
     key_gate: Tensor | None,
 ) -> AttentionCall:
+    given = (
+        q, k, v, query_groups, key_groups, num_groups, window, num_sinks, scale, softcap, sliding_window, sink_logits,
+        key_padding_mask, query_positions, key_positions, query_segments, key_segments, query_gate, key_gate,
+    )  # fmt: skip
+    _check_once(given)
+    if value_checks(q):
+        _check_ids("query_groups", query_groups, num_groups)
+        _check_ids("key_groups", key_groups, num_groups)
+    if scale is None:
+        scale = 1 / math.sqrt(q.shape[-1])
+    tokens = _resolve_tokens(
+        q, k.shape[2], key_padding_mask, query_positions, key_positions, query_segments, key_segments
+    )
+    shared = query_groups is key_groups
+    query_groups = query_groups.long()
+    key_groups = query_groups if shared else key_groups.long()
+    pattern = Pattern(num_groups, window, num_sinks, sliding_window)
+    return AttentionCall(
+        q,
+        k,
+        v,
+        query_groups,
+        key_groups,
+        tokens,
+        pattern,
+        float(scale),
+        softcap,
+        sink_logits,
+        query_gate,
+        key_gate,
+    )
+
+
+_passed: set[Any] = set()
+
+
+def _check_once(given: tuple[Any, ...]) -> None:
+    """`_check`, unless a call with the same shapes, dtypes and numbers has passed: a model's layers ask the same."""
+    if torch.compiler.is_compiling():
+        _check(*given)
+        return
+    key = tuple([(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x) for x in given])
+    try:
+        if key in _passed:
+            return
+    except TypeError:  # what cannot be a key cannot pass either
+        pass
+    _check(*given)
+    if len(_passed) >= 4096:
+        _passed.clear()
+    _passed.add(key)
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_groups: Tensor,
+    key_groups: Tensor,
+    num_groups: int,
+    window: int,
+    num_sinks: int,
+    scale: float | None,
+    softcap: float | None,
+    sliding_window: int | None,
+    sink_logits: Tensor | None,
+    key_padding_mask: Tensor | None,
+    query_positions: Tensor | None,
+    key_positions: Tensor | None,
+    query_segments: Tensor | None,
+    key_segments: Tensor | None,
+    query_gate: Tensor | None,
+    key_gate: Tensor | None,
+) -> None:
+    """Everything that can be told without a look at values; raises a sentence that says how to mend it."""
     _check_qkv(q, k, v)
-    batch, heads, num_queries, width = q.shape
+    batch, heads, num_queries, _ = q.shape
     num_keys = k.shape[2]
     _check_size("num_groups", num_groups, 1)
     _check_size("window", window, 0)
     _check_size("num_sinks", num_sinks, 0)
     if sliding_window is not None:
         _check_size("sliding_window", sliding_window, 1)
-    if scale is None:
-        scale = 1 / math.sqrt(width)
-    _check_number("scale", scale)
+    if scale is not None:
+        _check_number("scale", scale)
     if softcap is not None:
         _check_number("softcap", softcap)
         if softcap <= 0:
@@ -92,27 +168,30 @@ def make_call(
             if gate.dtype not in FLOATS:
                 raise TypeError(f"`{name}` must be floating point, got {gate.dtype}")
 
-    tokens = _resolve_tokens(
-        q, num_keys, key_padding_mask, query_positions, key_positions, query_segments, key_segments
-    )
-    shared = query_groups is key_groups
-    query_groups = query_groups.long()
-    key_groups = query_groups if shared else key_groups.long()
-    pattern = Pattern(num_groups, window, num_sinks, sliding_window)
-    return AttentionCall(
-        q,
-        k,
-        v,
-        query_groups,
-        key_groups,
-        tokens,
-        pattern,
-        float(scale),
-        softcap,
-        sink_logits,
-        query_gate,
-        key_gate,
-    )
+    queries_are_last = num_queries <= num_keys
+    if key_padding_mask is not None:
+        _check_tensor("key_padding_mask", key_padding_mask, (batch, num_keys), q)
+        if key_padding_mask.dtype != torch.bool:
+            raise TypeError(f"`key_padding_mask` must be bool (True = real token), got {key_padding_mask.dtype}")
+        if key_positions is not None:
+            raise ValueError("`key_padding_mask` and `key_positions` say the same thing: pass one (-1 marks padding)")
+    for name, x, length in (
+        ("query_positions", query_positions, num_queries),
+        ("key_positions", key_positions, num_keys),
+        ("query_segments", query_segments, num_queries),
+        ("key_segments", key_segments, num_keys),
+    ):
+        if x is not None:
+            _check_tensor(name, x, (batch, length), q)
+            if x.dtype not in INTEGERS:
+                raise TypeError(f"`{name}` must hold integers, got {x.dtype}")
+
+    if key_segments is None and query_segments is not None:
+        raise ValueError("`query_segments` needs `key_segments`: which keys belong to which sequence")
+    if query_segments is None and key_segments is not None and not queries_are_last:
+        raise ValueError(f"{num_queries} queries but {num_keys} keys: pass `query_segments`")
+    if query_positions is None and not queries_are_last:
+        raise ValueError(f"{num_queries} queries but {num_keys} keys: pass `query_positions`")
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -156,7 +235,10 @@ def _check_groups(name: str, groups: Tensor, q: Tensor, length: int, kv_heads: i
         )
     if not 1 <= groups.shape[3] <= num_groups:
         raise ValueError(f"`{name}` gives {groups.shape[3]} ids a token; between 1 and `num_groups` ({num_groups}) fit")
-    if value_checks(groups) and groups.numel() and (groups.min() < 0 or groups.max() >= num_groups):
+
+
+def _check_ids(name: str, groups: Tensor, num_groups: int) -> None:
+    if groups.numel() and (groups.min() < 0 or groups.max() >= num_groups):
         raise ValueError(
             f"`{name}` holds ids from {int(groups.min())} to {int(groups.max())}; with `num_groups={num_groups}` "
             f"they must lie in 0..{num_groups - 1}"
@@ -199,41 +281,35 @@ def _resolve_tokens(
 ) -> Tokens:
     """Positions default to counting real tokens, the queries being the last Tq of the Tk slots."""
     batch, num_queries = q.shape[0], q.shape[2]
-    queries_are_last = num_queries <= num_keys
-    if key_padding_mask is not None:
-        _check_tensor("key_padding_mask", key_padding_mask, (batch, num_keys), q)
-        if key_padding_mask.dtype != torch.bool:
-            raise TypeError(f"`key_padding_mask` must be bool (True = real token), got {key_padding_mask.dtype}")
-        if key_positions is not None:
-            raise ValueError("`key_padding_mask` and `key_positions` say the same thing: pass one (-1 marks padding)")
-    for name, x, length in (
-        ("query_positions", query_positions, num_queries),
-        ("key_positions", key_positions, num_keys),
-        ("query_segments", query_segments, num_queries),
-        ("key_segments", key_segments, num_keys),
-    ):
-        if x is not None:
-            _check_tensor(name, x, (batch, length), q)
-            if x.dtype not in INTEGERS:
-                raise TypeError(f"`{name}` must hold integers, got {x.dtype}")
-
-    if key_segments is None and query_segments is not None:
-        raise ValueError("`query_segments` needs `key_segments`: which keys belong to which sequence")
     if key_segments is not None:
         key_segments = key_segments.long()
         if query_segments is None:
-            if not queries_are_last:
-                raise ValueError(f"{num_queries} queries but {num_keys} keys: pass `query_segments`")
             query_segments = key_segments[:, num_keys - num_queries :]
         query_segments = query_segments.long()
 
+    if key_padding_mask is None and key_positions is None and key_segments is None and query_positions is None:
+        return _plain_tokens(batch, num_queries, num_keys, q.device)
     if key_positions is None:
         real = key_padding_mask
         if real is None:
             real = torch.ones(batch, num_keys, dtype=torch.bool, device=q.device)
         key_positions = count_positions(real, key_segments)
     if query_positions is None:
-        if not queries_are_last:
-            raise ValueError(f"{num_queries} queries but {num_keys} keys: pass `query_positions`")
         query_positions = key_positions[:, num_keys - num_queries :]
     return Tokens(query_positions.long(), key_positions.long(), query_segments, key_segments)
+
+
+def _plain_tokens(batch: int, num_queries: int, num_keys: int, device: torch.device) -> Tokens:
+    """Kept, for every layer of a model asks for the same; a graph makes its own."""
+    graphed = torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+    make = _make_plain_tokens if graphed else _keep_plain_tokens
+    return make(batch, num_queries, num_keys, device)
+
+
+def _make_plain_tokens(batch: int, num_queries: int, num_keys: int, device: torch.device) -> Tokens:
+    with torch.inference_mode(False):
+        slots = torch.arange(num_keys, device=device).expand(batch, -1)
+    return Tokens(slots[:, num_keys - num_queries :], slots, plain=True)
+
+
+_keep_plain_tokens = functools.lru_cache(maxsize=8)(_make_plain_tokens)

@@ -37,7 +37,8 @@ class FarPlan:
     ranges: Tensor  # [B, R, query_k, 2, Tq] int32: lo, hi among the sorted keys
     group_starts: Tensor  # [B, R, query_k, K + 1] int32: where each group's visits begin
     key_slots: Tensor  # [B, R, Tk * key_k] int32: the keys' ids, each an entry, sorted by group
-    key_entries: Tensor  # [B, R, Tk * key_k] int64: slot * key_k + which of the key's ids
+    key_starts: Tensor  # [B, R, K + 1] int32: where each group's entries begin
+    key_entries: Tensor  # [B, R, Tk * key_k]: slot * key_k + which of the key's ids
 
 
 def places(tokens: Tokens) -> tuple[Tensor, Tensor]:
@@ -100,7 +101,8 @@ def plan_far(call: AttentionCall, query: Tensor, key: Tensor) -> FarPlan:
     ranges = torch.where((visits < NOWHERE)[:, :, :, None], ranges, sorted_keys.shape[-1])
     edges = torch.arange(groups + 1, device=query.device) * GROUP
     starts = torch.searchsorted(visits, edges.expand(batch, routers, query_k, -1).contiguous())
-    return FarPlan(query_slots.int(), ranges.int(), starts.int(), key_slots, order)
+    key_starts = torch.searchsorted(sorted_keys, edges.expand(batch, routers, -1).contiguous())
+    return FarPlan(query_slots.int(), ranges.int(), starts.int(), key_slots, key_starts.int(), order)
 
 
 def seen_by(ranges: Tensor, num_keys: int) -> Tensor:

@@ -1,42 +1,49 @@
-"""The `triton` backend's forward: two fused kernels, keys gathered as they are read, nothing copied.
+"""The `triton` backend's forward: two fused kernels.
 
 `near` runs over the queries in order: the window's band and the sinks. `far` runs over the queries sorted by the group
 they visit: a prefix of the group's keys, then a merge with what is in the output already. A query that visits several
 groups takes part in several rounds of `far`, one after the other, so that no two programs write one row.
 
-The query heads of one KV head share a tile: keys and values are read once for all of them.
+The query heads of one KV head share a tile: keys and values are read once for all of them. Where queries and keys share
+their ids, the groups are plain causal attentions: cuDNN does those, see `square.py`.
 """
 
 from __future__ import annotations
-
-from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from focus_attn.attention import bulk, sorted_rows, square, triton_plan
 from focus_attn.attention.call import AttentionCall
 from focus_attn.attention.device_plan import FarPlan, NearPlan, places, plan_far, plan_near
+from focus_attn.attention.launch import Setup, Tile, ceil_div, power_of_2, setup_for
 from focus_attn.attention.merge import merge_sink_logits
+from focus_attn.attention.sorted_rows import Copy, room_for, sort_rows
+from focus_attn.attention.tiles import load_rows, packed_rows, tile_of_group
 from focus_attn.visibility import EVERYTHING
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Sizes that change from call to call: no kernel is compiled anew for them.
-LENGTHS = ["num_queries", "num_keys", "num_entries", "kv_heads", "first_head", "routers", "visit"]
+LENGTHS = ["num_queries", "num_keys", "num_entries", "kv_heads", "first_head", "part_heads", "routers", "visit"]
+LENGTHS += ["window", "num_sinks"]
 
 
 @triton.jit
 def _walk(
     acc, m, norm, q, first, last, lo, hi, barred,
     K, V, SLOTS, BITS, k_stride, v_stride, scale, softcap,
-    COPIED: tl.constexpr, MASKED: tl.constexpr, DEDUP: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    COPIED: tl.constexpr, MASKED: tl.constexpr, DEDUP: tl.constexpr, APART: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the listed keys first:last. Row i sees lo[i]:hi[i] of the list.
 
-    COPIED: K and V are in the order of the list; otherwise SLOTS says where each key is. Scores are kept in base 2, for
-    exp2 is the instruction the hardware has, and scaled together with the subtraction of the maximum.
+    COPIED: K and V are in the order of the list; otherwise SLOTS says where each key is. DEDUP: `barred` and BITS are
+    sets of groups, and pairs whose sets meet are left out. APART: they are ids, and pairs of one id are left out.
+    Scores are kept in base 2, for exp2 is the instruction the hardware has, and scaled together with the subtraction of
+    the maximum.
     """
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     factor = scale * LOG2E
@@ -61,6 +68,9 @@ def _walk(
         if DEDUP:
             bits = tl.load(BITS + tl.load(SLOTS + at, mask=inside, other=0), mask=inside, other=0)
             x = tl.where((bits[None, :] & barred[:, None]) == 0, x, -float("inf"))
+        if APART:
+            ids = tl.load(BITS + at, mask=inside, other=0).to(tl.int32)
+            x = tl.where(ids[None, :] != barred[:, None], x, -float("inf"))
         m_new = tl.maximum(m, tl.max(x, 1) * factor)
         shift = m_new
         if MASKED or DEDUP:
@@ -79,49 +89,65 @@ def _walk(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _near_kernel(
-    Q, K, V, OUT, LSE, QUERY_SLOTS, KEY_SLOTS, RANGES,
+    Q, K, V, OUT, LSE, QUERY_SLOTS, KEY_SLOTS, RANGES, IDS, PLACES, PART, PART_LSE,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, o_batch, o_head, o_token,
-    num_queries, num_keys, kv_heads, scale, softcap,
-    SINKS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, G: tl.constexpr,
+    num_queries, num_keys, kv_heads, first_head, part_heads, window, num_sinks, scale, softcap,
+    PLAIN: tl.constexpr, SQUARE: tl.constexpr, SINKS: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, G: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    ROWS: tl.constexpr = BLOCK_M // G
-    kv_head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    r = tl.arange(0, BLOCK_M)
-    at = tl.program_id(0) * ROWS + r // G
-    live = (r < ROWS * G) & (at < num_queries)
-    head = kv_head * G + r % G
-    slot = tl.load(QUERY_SLOTS + batch * num_queries + at, mask=live, other=0).to(tl.int64)
+    """PLAIN: slots are positions, so that ranges are known. SQUARE: PART has what each query saw in its own group,
+    sorted by group (PLACES), and only pairs of different IDS are left to see."""
+    kv_head, batch = first_head + tl.program_id(1), tl.program_id(2).to(tl.int64)
+    at, live, head = packed_rows(tl.program_id(0) * (BLOCK_M // G), num_queries, kv_head, G, BLOCK_M)
+    slot = at.to(tl.int64)
     ranges = RANGES + batch * 4 * num_queries
-    lo = tl.load(ranges + at, mask=live, other=0)
-    hi = tl.load(ranges + num_queries + at, mask=live, other=0)
-    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    q = tl.load(
-        Q + batch * q_batch + (head.to(tl.int64) * q_head + slot * q_token)[:, None] + d[None, :],
-        mask=live[:, None] & (d < D)[None, :],
-        other=0.0,
-    )
-    m = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    norm = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    if PLAIN:
+        hi = at + num_keys - num_queries + 1
+        lo = tl.maximum(hi - 1 - window, 0)
+        hi = tl.where(live, hi, 0)
+    else:
+        slot = tl.load(QUERY_SLOTS + batch * num_queries + at, mask=live, other=0).to(tl.int64)
+        lo = tl.load(ranges + at, mask=live, other=0)
+        hi = tl.load(ranges + num_queries + at, mask=live, other=0)
+    dv = tl.arange(0, BLOCK_DV)
+    q = load_rows(Q + batch * q_batch, head, slot, q_head, q_token, live, D, BLOCK_D)
+    ids, apart = IDS, lo
+    if SQUARE:
+        ids = IDS + batch * num_keys
+        apart = tl.load(ids + at, mask=live, other=0).to(tl.int32)
+        place = batch * num_queries + tl.load(PLACES + batch * num_queries + at, mask=live, other=0)
+        part = place * part_heads + head - first_head * G
+        m = tl.load(PART_LSE + part, mask=live, other=0.0) * LOG2E
+        norm = tl.full([BLOCK_M], 1.0, tl.float32)
+        acc = tl.load(PART + part[:, None] * DV + dv[None, :], mask=live[:, None] & (dv < DV)[None, :], other=0.0)
+        acc = acc.to(tl.float32)
+    else:
+        m = tl.full([BLOCK_M], -float("inf"), tl.float32)
+        norm = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     keys = K + batch * k_batch + kv_head.to(tl.int64) * k_head
     values = V + batch * v_batch + kv_head.to(tl.int64) * v_head
     slots = KEY_SLOTS + batch * num_keys
     seen = hi > lo
     first, last = tl.min(tl.where(seen, lo, num_keys)), tl.max(hi)
     acc, m, norm = _walk(
-        acc, m, norm, q, first, last, lo, hi, lo, keys, values, slots, slots, k_token, v_token, scale, softcap,
-        False, True, False, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
+        acc, m, norm, q, first, last, lo, hi, apart, keys, values, slots, ids, k_token, v_token, scale, softcap,
+        PLAIN, True, False, SQUARE, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
     )  # fmt: skip
     if SINKS:
-        lo = tl.load(ranges + 2 * num_queries + at, mask=live, other=0)
-        hi = tl.load(ranges + 3 * num_queries + at, mask=live, other=0)
+        if PLAIN:
+            hi = tl.where(live, tl.minimum(lo, num_sinks), 0)
+            lo = tl.zeros_like(hi)
+        else:
+            lo = tl.load(ranges + 2 * num_queries + at, mask=live, other=0)
+            hi = tl.load(ranges + 3 * num_queries + at, mask=live, other=0)
         seen = hi > lo
         first, last = tl.min(tl.where(seen, lo, num_keys)), tl.max(hi)
         acc, m, norm = _walk(
-            acc, m, norm, q, first, last, lo, hi, lo, keys, values, slots, slots, k_token, v_token, scale, softcap,
-            False, True, False, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, 16,
+            acc, m, norm, q, first, last, lo, hi, apart, keys, values, slots, ids, k_token, v_token, scale, softcap,
+            PLAIN, True, False, SQUARE, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, 16,
         )  # fmt: skip
     out = acc / tl.where(norm > 0, norm, 1.0)[:, None]
     rows = OUT + batch * o_batch + (head.to(tl.int64) * o_head + slot * o_token)[:, None] + dv[None, :]
@@ -132,10 +158,11 @@ def _near_kernel(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _far_kernel(
-    Q, K, V, OUT, LSE, QUERY_SLOTS, KEY_SLOTS, RANGES, STARTS, BITS, BARRED,
+    Q, K, V, OUT, LSE, QUERY_SLOTS, KEY_SLOTS, RANGES, STARTS, BITS, BARRED, PART, PART_LSE,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, o_batch, o_head, o_token,
     num_queries, num_keys, num_entries, kv_heads, first_head, routers, visit, scale, softcap,
     VISITS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_GROUPS: tl.constexpr, RANGED: tl.constexpr, DEDUP: tl.constexpr,
+    BULK: tl.constexpr, JOB_ROWS: tl.constexpr, LEAST: tl.constexpr,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, G: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -145,23 +172,10 @@ def _far_kernel(
     router = batch * routers + tl.where(routers == 1, 0, kv_head)
     line = router * VISITS + visit
 
-    # Which tile of which group: groups one after the other, the longest prefixes of each first.
-    g = tl.arange(0, BLOCK_GROUPS)
-    begins = tl.load(STARTS + line * (GROUPS + 1) + g, mask=g < GROUPS, other=0)
-    ends = tl.load(STARTS + line * (GROUPS + 1) + g + 1, mask=g < GROUPS, other=0)
-    tiles = (ends - begins + ROWS - 1) // ROWS
-    upto = tl.cumsum(tiles, 0)
-    number = tl.program_id(0)
-    mine = (upto - tiles <= number) & (number < upto)
-    begin, end = tl.sum(tl.where(mine, begins, 0)), tl.sum(tl.where(mine, ends, 0))
-    if begin == end:
+    group, begin, end = tile_of_group(STARTS + line * (GROUPS + 1), tl.program_id(0), ROWS, GROUPS, BLOCK_GROUPS)
+    if begin >= end:
         return
-    begin += (tl.sum(tl.where(mine, upto, 0)) - 1 - number) * ROWS
-
-    r = tl.arange(0, BLOCK_M)
-    at = begin + r // G
-    live = (r < ROWS * G) & (at < end)
-    head = kv_head * G + r % G
+    at, live, head = packed_rows(begin, end, kv_head, G, BLOCK_M)
     ranges = RANGES + line * 2 * num_queries
     lo = tl.load(ranges + at, mask=live, other=0)
     hi = tl.load(ranges + num_queries + at, mask=live, other=0)
@@ -174,15 +188,23 @@ def _far_kernel(
     barred = lo
     if DEDUP:  # groups that earlier visits of the query were to: keys in one of them have been met
         barred = tl.load(BARRED + line * num_queries + slot, mask=live, other=0)
-    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    q = tl.load(
-        Q + batch * q_batch + (head.to(tl.int64) * q_head + slot * q_token)[:, None] + d[None, :],
-        mask=live[:, None] & (d < D)[None, :],
-        other=0.0,
-    )
+    dv = tl.arange(0, BLOCK_DV)
+    q = load_rows(Q + batch * q_batch, head, slot, q_head, q_token, live, D, BLOCK_D)
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
     norm = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    if BULK:  # cuDNN has seen what the first query of this tile's job sees, see `bulk.py`
+        seen = tl.load(ranges + num_queries + group + (begin - group) // JOB_ROWS * JOB_ROWS)
+        if seen - lo_first >= LEAST:
+            own = tl.where(routers == 1, 0, tl.program_id(1))
+            lines, heads = tl.where(routers == 1, 1, tl.num_programs(1)), tl.where(routers == 1, tl.num_programs(1), 1)
+            part = ((batch * lines + own) * num_queries + at) * heads * G + head - (first_head + own) * G
+            m = tl.load(PART_LSE + part, mask=live, other=0.0) * LOG2E
+            norm += 1
+            rows = PART + part[:, None] * DV + dv[None, :]
+            acc = tl.load(rows, mask=live[:, None] & (dv < DV)[None, :], other=0.0).to(tl.float32)
+            lo_first = seen
+            lo_last = seen
     keys = K + batch * k_batch + tl.program_id(1).to(tl.int64) * k_head  # copies of this launch's heads alone
     values = V + batch * v_batch + tl.program_id(1).to(tl.int64) * v_head
     slots, bits = KEY_SLOTS + router * num_entries, BITS + router * num_keys
@@ -194,17 +216,17 @@ def _far_kernel(
         acc, m, norm = _walk(
             acc, m, norm, q, lo_first, tl.minimum(full_first, hi_last), lo, hi, barred, keys, values, slots, bits,
             k_token, v_token, scale, softcap,
-            True, True, DEDUP, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
+            True, True, DEDUP, False, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
         )  # fmt: skip
     acc, m, norm = _walk(
         acc, m, norm, q, full_first, full_last, lo, hi, barred, keys, values, slots, bits,
         k_token, v_token, scale, softcap,
-        True, False, DEDUP, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
+        True, False, DEDUP, False, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
     )  # fmt: skip
     acc, m, norm = _walk(
         acc, m, norm, q, full_last, hi_last, lo, hi, barred, keys, values, slots, bits,
         k_token, v_token, scale, softcap,
-        True, True, DEDUP, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
+        True, True, DEDUP, False, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
     )  # fmt: skip
 
     # Merge with what earlier passes wrote.
@@ -222,23 +244,24 @@ def _far_kernel(
     tl.store(lse_rows, merged, mask=found)
 
 
-class Tile(NamedTuple):
-    """How one kernel is launched: rows and keys a tile, warps, pipeline stages."""
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-
-
 def tile_for(kernel: str, call: AttentionCall) -> Tile:
-    """Measured on an H200 at 32 heads x 128 in bf16; smaller where a row takes more shared memory."""
+    """Measured on an H200 in bf16 at 32 heads x 128 and 9 heads x 64; smaller where a row takes more shared memory."""
     width = max(call.q.shape[-1], call.v.shape[-1]) * call.q.element_size()
     if width > 512:
         return Tile(32, 32, 4, 1)
     if width > 256:
         return Tile(64, 32, 4, 1)
-    return {"near": Tile(64, 64, 4, 2), "far": Tile(128, 128, 8, 3)}.get(kernel, Tile(64, 64, 4, 2))
+    narrow = width <= 128
+    tiles = {
+        "near": Tile(64, 32, 4, 3),
+        "far": Tile(128, 128, 8, 3),
+        "near, query side": Tile(64, 32, 4, 2),
+        "near, key side": Tile(32, 64, 4, 2),
+        "far, query side": Tile(128, 128, 8, 2) if narrow else Tile(64, 64, 4, 2),
+        "far, key side": Tile(64, 64, 4, 1) if narrow else Tile(64, 64, 4, 2),
+        "sinks": Tile(64, 16, 4, 2),
+    }
+    return tiles[kernel]
 
 
 def triton_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
@@ -250,14 +273,27 @@ def triton_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
     lse = torch.empty(batch, heads, num_queries, dtype=torch.float32, device=call.q.device)
     if num_queries == 0:
         return out, lse
-    query, key = places(call.tokens)
-    _launch_near(call, plan_near(query, key, call.pattern), out, lse)
-    if has_far_pairs(call):
-        _launch_far(call, plan_far(call, query, key), out, lse)
+    setup = setup_for(call)
+    if square.serves(call, setup):
+        square.square_forward(call, setup, out, lse)
+    else:
+        _near_and_far(call, setup, out, lse)
     if call.sink_logits is not None:
         merged, lse = merge_sink_logits(out.float(), lse, call.sink_logits)
         out = merged.to(out.dtype)
     return out, lse
+
+
+def _near_and_far(call: AttentionCall, setup: Setup, out: Tensor, lse: Tensor) -> None:
+    if triton_plan.serves(call):
+        launch_near(call, setup, None, out, lse)
+        if has_far_pairs(call):
+            _launch_far(call, setup, triton_plan.plan_far(call, setup)[0], out, lse)
+        return
+    query, key = places(call.tokens)
+    launch_near(call, setup, plan_near(query, key, call.pattern), out, lse)
+    if has_far_pairs(call):
+        _launch_far(call, setup, plan_far(call, query, key), out, lse)
 
 
 def has_far_pairs(call: AttentionCall) -> bool:
@@ -265,83 +301,77 @@ def has_far_pairs(call: AttentionCall) -> bool:
     return call.pattern.window < EVERYTHING
 
 
-def _launch_near(call: AttentionCall, plan: NearPlan, out: Tensor, lse: Tensor) -> None:
-    num_queries, num_keys, kv_heads = call.q.shape[2], call.k.shape[2], call.k.shape[1]
-    tile, (sizes, tensors, strides) = tile_for("near", call), shared_arguments(call, out, lse)
-    _near_kernel[(triton.cdiv(num_queries, tile.rows // sizes["G"]), kv_heads, call.q.shape[0])](
-        *tensors, plan.query_slots, plan.key_slots, plan.ranges, *strides,
-        num_queries, num_keys, kv_heads, call.scale, call.softcap or 1.0,
-        SINKS=call.pattern.num_sinks > 0, BLOCK_M=tile.rows, BLOCK_N=tile.keys, **sizes,
-        num_warps=tile.warps, num_stages=tile.stages,
+def launch_near(
+    call: AttentionCall, setup: Setup, plan: NearPlan | None, out: Tensor, lse: Tensor, seed: square.Seed | None = None
+) -> None:
+    """plan: None where positions are plain. seed: what queries saw in their groups, for a run of KV heads."""
+    (batch, _, num_queries, _), (_, kv_heads, num_keys, _) = call.q.shape, call.k.shape
+    tile, pattern = tile_for("near", call), call.pattern
+    planned = (lse, lse, lse) if plan is None else (plan.query_slots, plan.key_slots, plan.ranges)
+    seeds = (lse, lse, lse, lse) if seed is None else (call.key_groups, seed.places, seed.out, seed.lse)
+    first_head, heads = (0, kv_heads) if seed is None else (seed.first_head, seed.kv_heads)
+    tensors, strides = rows_and_strides(call, out)
+    setup.launch(
+        ("near", seed is None), _near_kernel, (ceil_div(num_queries, tile.rows // setup.heads_a_key), heads, batch),
+        (
+            *tensors, lse, *planned, *seeds, *strides,
+            num_queries, num_keys, kv_heads, first_head, heads * setup.heads_a_key, pattern.window, pattern.num_sinks,
+            call.scale, call.softcap or 1.0,
+        ),
+        {
+            "PLAIN": plan is None, "SQUARE": seed is not None, "SINKS": pattern.num_sinks > 0,
+            **setup.sizes, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys,
+        },
+        warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
 
 
-def _launch_far(call: AttentionCall, plan: FarPlan, out: Tensor, lse: Tensor) -> None:
-    num_queries, num_keys, kv_heads = call.q.shape[2], call.k.shape[2], call.k.shape[1]
+def _launch_far(call: AttentionCall, setup: Setup, plan: FarPlan, out: Tensor, lse: Tensor) -> None:
+    (batch, _, num_queries, _), (_, kv_heads, num_keys, _) = call.q.shape, call.k.shape
     routers, query_k = call.query_groups.shape[1], call.query_groups.shape[3]
-    groups = call.pattern.num_groups
-    dedup = can_meet_twice(call)
+    groups, entries = call.pattern.num_groups, plan.key_slots.shape[-1]
+    dedup, in_bulk = can_meet_twice(call), bulk.serves(call, setup)
     bits, barred = set_bits(call) if dedup else (plan.key_slots, plan.key_slots)
     ranged = call.tokens.key_segments is not None or call.pattern.sliding_window is not None
-    tile, (sizes, (q, _, _, *outputs), strides) = tile_for("far", call), shared_arguments(call, out, lse)
-    # Every group may end in a tile that is not full.
-    tiles = triton.cdiv(num_queries, tile.rows // sizes["G"]) + groups
-    step = heads_at_once(call, plan.key_slots.shape[-1])
+    tile = tile_for("far", call)
+    rows = tile.rows // setup.heads_a_key
+    tiles = ceil_div(num_queries, rows) + groups  # every group may end in a tile that is not full
+    (q, _, _, out), strides = rows_and_strides(call, out)
+    step = sorted_rows.heads_at_once(call, copies=3 if in_bulk else 2)
+    k, v = room_for(call, step, "kv", entries)
+    strides[3:9] = [*sorted_rows.strides(k), *sorted_rows.strides(v)]
     for first_head in range(0, kv_heads, step):
-        heads = slice(first_head, min(first_head + step, kv_heads))
-        copies = [
-            sorted_copy(x[:, heads], plan.key_slots if routers == 1 else plan.key_slots[:, heads])
-            for x in (call.k, call.v)
-        ]
-        strides[3:9] = [stride for x in copies for stride in x.stride()[:3]]
+        slots = plan.key_slots if routers == 1 else plan.key_slots[:, first_head : first_head + step]
+        _sort_keys(call, setup, slots, k, v, first_head)
         for visit in range(query_k):
-            _far_kernel[(tiles, copies[0].shape[1], call.q.shape[0])](
-                q, *copies, *outputs, plan.query_slots, plan.key_slots, plan.ranges, plan.group_starts, bits, barred,
-                *strides, num_queries, num_keys, plan.key_slots.shape[-1], kv_heads, first_head, routers, visit,
-                call.scale, call.softcap or 1.0,
-                VISITS=query_k, GROUPS=groups, BLOCK_GROUPS=triton.next_power_of_2(groups), RANGED=ranged, DEDUP=dedup,
-                BLOCK_M=tile.rows, BLOCK_N=tile.keys, **sizes, num_warps=tile.warps, num_stages=tile.stages,
+            part = (lse, lse)
+            if in_bulk:
+                part = bulk.bulk_forward(call, setup, plan, k, v, first_head, visit, rows)
+            setup.launch(
+                "far", _far_kernel, (tiles, step, batch),
+                (
+                    q, k, v, out, lse,
+                    plan.query_slots, plan.key_slots, plan.ranges, plan.group_starts, bits, barred, *part, *strides,
+                    num_queries, num_keys, entries, kv_heads, first_head, routers, visit,
+                    call.scale, call.softcap or 1.0,
+                ),
+                {
+                    "VISITS": query_k, "GROUPS": groups, "BLOCK_GROUPS": power_of_2(groups),
+                    "RANGED": ranged, "DEDUP": dedup,
+                    "BULK": in_bulk, "JOB_ROWS": bulk.job_rows(rows), "LEAST": bulk.LEAST_KEYS,
+                    **setup.sizes, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys,
+                },
+                warps=tile.warps, stages=tile.stages,
             )  # fmt: skip
 
 
-SMALL_COPY = 64 << 20  # bytes
-
-
-def heads_at_once(call: AttentionCall, entries: int) -> int:
-    """How many KV heads to copy in sorted order at a time: all of them while that is little, otherwise so many that the
-    copies take a quarter of what the output takes."""
-    per_head = entries * call.q.shape[0] * (call.k.shape[-1] + call.v.shape[-1]) * call.k.element_size()
-    output = call.q.shape[:3].numel() * call.v.shape[-1] * call.v.element_size()
-    return max(1, min(call.k.shape[1], max(SMALL_COPY, output // 4) // per_head))
-
-
-@triton.jit(do_not_specialize=LENGTHS)
-def _copy_kernel(
-    X, SLOTS, OUT, x_batch, x_head, x_token, slots_batch, slots_head, num_entries, kv_heads,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    at, d = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    inside = at < num_entries
-    slot = tl.load(SLOTS + batch * slots_batch + head * slots_head + at, mask=inside, other=0).to(tl.int64)
-    held = inside[:, None] & (d < D)[None, :]
-    rows = tl.load(X + batch * x_batch + head * x_head + slot[:, None] * x_token + d[None, :], mask=held, other=0.0)
-    place = (batch * kv_heads + head) * num_entries + at
-    tl.store(OUT + place[:, None] * D + d[None, :], rows, mask=held)
-
-
-def sorted_copy(x: Tensor, slots: Tensor) -> Tensor:
-    """Rows of x [B, heads, T, D] in the order of slots [B, heads or 1, N] -> [B, heads, N, D]."""
-    batch, heads, _, width = x.shape
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    entries = slots.shape[-1]
-    out = torch.empty(batch, heads, entries, width, dtype=x.dtype, device=x.device)
-    block = 64
-    _copy_kernel[(triton.cdiv(entries, block), heads, batch)](
-        x, slots, out, *x.stride()[:3], slots.stride(0), 0 if slots.shape[1] == 1 else slots.stride(1), entries, heads,
-        D=width, BLOCK_D=triton.next_power_of_2(width), BLOCK_N=block, num_warps=4,
-    )  # fmt: skip
-    return out
+def _sort_keys(call: AttentionCall, setup: Setup, slots: Tensor, k: Tensor, v: Tensor, first_head: int) -> None:
+    keys, values = Copy(call.k, k, first_head, slots), Copy(call.v, v, first_head, slots)
+    if k.shape[-1] == v.shape[-1]:
+        sort_rows(setup, "k, v", keys, values)
+    else:
+        sort_rows(setup, "k", keys)
+        sort_rows(setup, "v", values)
 
 
 def can_meet_twice(call: AttentionCall) -> bool:
@@ -366,18 +396,7 @@ def _bits(ids: Tensor) -> Tensor:
     return torch.ones_like(ids) << ids
 
 
-def shared_arguments(call: AttentionCall, out: Tensor, lse: Tensor) -> tuple[dict[str, Any], list[Tensor], list[int]]:
-    """What every kernel is given: constants, tensors, and the strides of q, k, v and out (batch, head, token)."""
-    q, k, v, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k, call.v, out))
-    width, value_width = q.shape[-1], v.shape[-1]
-    sizes = {
-        "SOFTCAP": call.softcap is not None,
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
-        "G": q.shape[1] // k.shape[1],
-        "D": width,
-        "DV": value_width,
-        "BLOCK_D": max(16, triton.next_power_of_2(width)),
-        "BLOCK_DV": max(16, triton.next_power_of_2(value_width)),
-    }
-    strides = [stride for x in (q, k, v, out) for stride in x.stride()[:3]]
-    return sizes, [q, k, v, out, lse], strides
+def rows_and_strides(call: AttentionCall, out: Tensor) -> tuple[list[Tensor], list[int]]:
+    """q, k, v and out with rows that run on in memory, and their strides (batch, head, token)."""
+    tensors = [x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k, call.v, out)]
+    return tensors, [stride for x in tensors for stride in x.stride()[:3]]

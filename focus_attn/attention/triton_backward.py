@@ -1,43 +1,48 @@
 """The `triton` backend's backward, from the merged output and logsumexp.
 
 Each pass of the forward has two here: one in query order for dq, one in key order for dk and dv, which walks the same
-ranges from the keys' side. Every row is written by one program at a time, so results repeat bit for bit, except where a
-key belongs to several groups: its gradients then meet in atomic additions.
+ranges from the keys' side. Keys (queries) that every row of a tile meets need no mask, the edges do. Every row is
+written by one program at a time, so results repeat bit for bit; where a key belongs to several groups its gradients
+meet in atomic additions, or one group after the other when PyTorch is asked for deterministic algorithms.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from focus_attn.attention import square, triton_plan
 from focus_attn.attention.call import AttentionCall
-from focus_attn.attention.device_plan import places, plan_far, plan_near, seen_by
+from focus_attn.attention.device_plan import FarPlan, places, plan_far, plan_near, seen_by
+from focus_attn.attention.launch import Setup, ceil_div, power_of_2, setup_for
 from focus_attn.attention.merge import sink_logits_grad
 from focus_attn.attention.stock import Gradients
+from focus_attn.attention.tiles import load_rows, packed_rows, tile_of_group
 from focus_attn.attention.triton import (
     LENGTHS,
     LOG2E,
     can_meet_twice,
     has_far_pairs,
+    rows_and_strides,
     set_bits,
-    shared_arguments,
     tile_for,
 )
 
+QUERIES_A_STRETCH = 512
+
 
 @triton.jit
-def _score_grad(
-    x, visible, dp, lse, delta, softcap, SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    """p, the gradient of the scores, and that of q . k * scale. x is before softcap, [M, N]."""
+def _score_grad(x, dp, lse, delta, scale, softcap, SOFTCAP: tl.constexpr):
+    """p, the gradient of the scores, and that of q . k * scale. x = q . k, lse in base 2."""
     if SOFTCAP:
-        capped = 2 * tl.sigmoid(2 * x / softcap) - 1
-        x = softcap * capped
-    p = tl.where(visible, tl.exp2((x - lse) * LOG2E), 0.0)
+        capped = 2 * tl.sigmoid(2 * scale * x / softcap) - 1
+        p = tl.exp2((softcap * capped) * LOG2E - lse)
+    else:
+        p = tl.exp2(x * (scale * LOG2E) - lse)
     ds = p * (dp - delta)
     inner = ds
     if SOFTCAP:
@@ -49,23 +54,31 @@ def _score_grad(
 def _walk_keys(
     dq, sums, q, do, lse, delta, first, last, lo, hi, barred,
     K, V, SLOTS, BITS, k_stride, v_stride, scale, softcap,
-    DEDUP: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    PLAIN: tl.constexpr, MASKED: tl.constexpr, DEDUP: tl.constexpr, APART: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     for start in tl.range(first, last, BLOCK_N):
         at = start + tl.arange(0, BLOCK_N)
         inside = at < last
-        slot = tl.load(SLOTS + at, mask=inside, other=0).to(tl.int64)
+        slot = at.to(tl.int64)
+        if not PLAIN:
+            slot = tl.load(SLOTS + at, mask=inside, other=0).to(tl.int64)
         k = tl.load(K + slot[None, :] * k_stride + d[:, None], mask=inside[None, :] & (d < D)[:, None], other=0.0)
         v = tl.load(V + slot[None, :] * v_stride + dv[:, None], mask=inside[None, :] & (dv < DV)[:, None], other=0.0)
-        visible = (at[None, :] >= lo[:, None]) & (at[None, :] < hi[:, None])
-        if DEDUP:
-            bits = tl.load(BITS + slot, mask=inside, other=0)
-            visible &= (bits[None, :] & barred[:, None]) == 0
-        x = tl.dot(q, k, input_precision=PRECISION) * scale
+        x = tl.dot(q, k, input_precision=PRECISION)
         dp = tl.dot(do, v, input_precision=PRECISION)
-        _, ds, inner = _score_grad(x, visible, dp, lse[:, None], delta[:, None], softcap, SOFTCAP)
+        _, ds, inner = _score_grad(x, dp, lse[:, None], delta[:, None], scale, softcap, SOFTCAP)
+        if MASKED or DEDUP or APART:
+            visible = (at[None, :] >= lo[:, None]) & (at[None, :] < hi[:, None])
+            if DEDUP:
+                bits = tl.load(BITS + slot, mask=inside, other=0)
+                visible &= (bits[None, :] & barred[:, None]) == 0
+            if APART:
+                ids = tl.load(BITS + at, mask=inside, other=0).to(tl.int32)
+                visible &= ids[None, :] != barred[:, None]
+            ds, inner = tl.where(visible, ds, 0.0), tl.where(visible, inner, 0.0)
         sums += tl.sum(ds, 1)
         dq = tl.dot(inner.to(k.dtype), tl.trans(k), dq, input_precision=PRECISION)
     return dq, sums
@@ -76,246 +89,516 @@ def _walk_queries(
     dk, dv_sum, sums, k, v, first, last, begin, end, key_bits,
     Q, DO, LSE, DELTA, SLOTS, BARRED, kv_head, num_queries,
     q_head, q_token, do_head, do_token, scale, softcap,
-    DEDUP: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, G: tl.constexpr,
+    PLAIN: tl.constexpr, MASKED: tl.constexpr, DEDUP: tl.constexpr, APART: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, G: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Entries begin:end of the line, each with the G heads of the KV head. Key j is met by entries first[j]:last[j]."""
-    ROWS: tl.constexpr = BLOCK_M // G
-    d, dv, r = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV), tl.arange(0, BLOCK_M)
-    head = kv_head * G + r % G
-    for start in tl.range(begin, end, ROWS):
-        at = start + r // G
-        live = (r < ROWS * G) & (at < end)
-        slot = tl.load(SLOTS + at, mask=live, other=0).to(tl.int64)
-        q = tl.load(
-            Q + (head.to(tl.int64) * q_head + slot * q_token)[:, None] + d[None, :],
-            mask=live[:, None] & (d < D)[None, :], other=0.0,
-        )  # fmt: skip
-        do = tl.load(
-            DO + (head.to(tl.int64) * do_head + slot * do_token)[:, None] + dv[None, :],
-            mask=live[:, None] & (dv < DV)[None, :], other=0.0,
-        )  # fmt: skip
+    for start in tl.range(begin, end, BLOCK_M // G):
+        at, live, head = packed_rows(start, end, kv_head, G, BLOCK_M)
+        slot = at.to(tl.int64)
+        if not PLAIN:
+            slot = tl.load(SLOTS + at, mask=live, other=0).to(tl.int64)
+        q = load_rows(Q, head, slot, q_head, q_token, live, D, BLOCK_D)
+        do = load_rows(DO, head, slot, do_head, do_token, live, DV, BLOCK_DV)
         row = head.to(tl.int64) * num_queries + slot
-        lse = tl.load(LSE + row, mask=live, other=float("inf"))
+        lse = tl.load(LSE + row, mask=live, other=float("inf"))  # of a row that is not real: p = 0
         delta = tl.load(DELTA + row, mask=live, other=0.0)
-        visible = live[:, None] & (at[:, None] >= first[None, :]) & (at[:, None] < last[None, :])
-        if DEDUP:
-            barred = tl.load(BARRED + slot, mask=live, other=0)
-            visible &= (key_bits[None, :] & barred[:, None]) == 0
-        x = tl.dot(q, k, input_precision=PRECISION) * scale
-        dp = tl.dot(do, v, input_precision=PRECISION)
-        p, ds, inner = _score_grad(x, visible, dp, lse[:, None], delta[:, None], softcap, SOFTCAP)
-        sums += tl.sum(ds, 0)
-        dv_sum = tl.dot(tl.trans(p.to(do.dtype)), do, dv_sum, input_precision=PRECISION)
-        dk = tl.dot(tl.trans(inner.to(q.dtype)), q, dk, input_precision=PRECISION)
+        # Keys down, queries across: p and ds then stay in registers for the products that follow.
+        x = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+        p, ds, inner = _score_grad(x, dp, lse[None, :], delta[None, :], scale, softcap, SOFTCAP)
+        if MASKED or DEDUP or APART:
+            visible = (at[None, :] >= first[:, None]) & (at[None, :] < last[:, None])
+            if DEDUP:
+                barred = tl.load(BARRED + slot, mask=live, other=0)
+                visible &= (key_bits[:, None] & barred[None, :]) == 0
+            if APART:
+                ids = tl.load(BARRED + at, mask=live, other=0).to(tl.int32)
+                visible &= key_bits[:, None] != ids[None, :]
+            p, ds, inner = tl.where(visible, p, 0.0), tl.where(visible, ds, 0.0), tl.where(visible, inner, 0.0)
+        sums += tl.sum(ds, 1)
+        dv_sum = tl.dot(p.to(do.dtype), do, dv_sum, input_precision=PRECISION)
+        dk = tl.dot(inner.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv_sum, sums
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _query_side_kernel(
-    Q, K, V, DO, LSE, DELTA, DQ, SUMS, QUERY_SLOTS, KEY_SLOTS, RANGES, SINK_RANGES, BITS, BARRED,
+    Q, K, V, DO, LSE, DELTA, DQ, SUMS, QUERY_SLOTS, KEY_SLOTS, RANGES, SINK_RANGES, STARTS, BITS, BARRED, PLACES, PART,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, do_batch, do_head, do_token,
-    num_queries, num_keys, num_entries, kv_heads, routers, visit, scale, softcap,
-    VISITS: tl.constexpr, FAR: tl.constexpr, SINKS: tl.constexpr, DEDUP: tl.constexpr,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, G: tl.constexpr,
+    num_queries, num_keys, num_entries, kv_heads, first_head, part_heads, routers, visit, window, num_sinks,
+    scale, softcap,
+    VISITS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
+    FAR: tl.constexpr, PLAIN: tl.constexpr, SQUARE: tl.constexpr, SINKS: tl.constexpr, RANGED: tl.constexpr,
+    DEDUP: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, G: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dq of one pass, added to what is there. The line is that of the queries (near) or of a round of visits (far)."""
+    """dq of one pass: near writes it, or adds cuDNN's PART to it (SQUARE); far adds to what is there."""
     ROWS: tl.constexpr = BLOCK_M // G
-    kv_head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    kv_head, batch = first_head + tl.program_id(1), tl.program_id(2).to(tl.int64)
     router = batch * routers + tl.where(routers == 1, 0, kv_head)
     line = router * VISITS + visit
-    r = tl.arange(0, BLOCK_M)
-    # The last tiles of a line have the longest ranges.
-    at = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS + r // G
-    live = (r < ROWS * G) & (at < num_queries)
-    head = kv_head * G + r % G
-    lo = tl.load(RANGES + line * 2 * num_queries + at, mask=live, other=num_entries)
-    hi = tl.load(RANGES + line * 2 * num_queries + num_queries + at, mask=live, other=0)
-    slot = tl.load(QUERY_SLOTS + line * num_queries + at, mask=live, other=0).to(tl.int64)
-    barred = lo
+    ranges = RANGES + line * 2 * num_queries
+    begin, end = tl.program_id(0) * ROWS, num_queries
+    if FAR:
+        _, begin, end = tile_of_group(STARTS + line * (GROUPS + 1), tl.program_id(0), ROWS, GROUPS, BLOCK_GROUPS)
+        if begin >= end:
+            return
+    at, live, head = packed_rows(begin, end, kv_head, G, BLOCK_M)
+    slot = at.to(tl.int64)
+    if PLAIN:
+        hi = at + num_keys - num_queries + 1
+        lo = tl.maximum(hi - 1 - window, 0)
+        lo, hi = tl.where(live, lo, num_entries), tl.where(live, hi, 0)
+    else:
+        lo = tl.load(ranges + at, mask=live, other=num_entries)
+        hi = tl.load(ranges + num_queries + at, mask=live, other=0)
+        slot = tl.load(QUERY_SLOTS + line * num_queries + at, mask=live, other=0).to(tl.int64)
+    barred, bits = lo, BITS
     if DEDUP:
-        barred = tl.load(BARRED + line * num_queries + slot, mask=live, other=0)
-    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+        barred, bits = tl.load(BARRED + line * num_queries + slot, mask=live, other=0), BITS + router * num_keys
+    if SQUARE:
+        bits = BITS + batch * num_keys
+        barred = tl.load(bits + at, mask=live, other=0).to(tl.int32)
+    d = tl.arange(0, BLOCK_D)
     row = (batch * kv_heads * G + head) * num_queries + slot
-    q = tl.load(
-        Q + batch * q_batch + (head.to(tl.int64) * q_head + slot * q_token)[:, None] + d[None, :],
-        mask=live[:, None] & (d < D)[None, :], other=0.0,
-    )  # fmt: skip
-    do = tl.load(
-        DO + batch * do_batch + (head.to(tl.int64) * do_head + slot * do_token)[:, None] + dv[None, :],
-        mask=live[:, None] & (dv < DV)[None, :], other=0.0,
-    )  # fmt: skip
+    q = load_rows(Q + batch * q_batch, head, slot, q_head, q_token, live, D, BLOCK_D)
+    do = load_rows(DO + batch * do_batch, head, slot, do_head, do_token, live, DV, BLOCK_DV)
     lse = tl.load(LSE + row, mask=live, other=float("inf"))
     delta = tl.load(DELTA + row, mask=live, other=0.0)
     dq, sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.zeros([BLOCK_M], tl.float32)
     keys = K + batch * k_batch + kv_head.to(tl.int64) * k_head
     values = V + batch * v_batch + kv_head.to(tl.int64) * v_head
-    slots, bits = KEY_SLOTS + router * num_entries, BITS + router * num_keys
-    first, last = tl.min(tl.where(hi > lo, lo, num_entries)), tl.max(tl.where(hi > lo, hi, 0))
+    slots = KEY_SLOTS + router * num_entries
+    seen = hi > lo
+    first, last = tl.min(tl.where(seen, lo, num_entries)), tl.max(tl.where(seen, hi, 0))
+    if FAR:  # within a group, ranges never move back
+        lo_last, hi_first = tl.max(tl.where(live, lo, 0)), tl.min(tl.where(live, hi, num_entries))
+        full_first = first + (tl.maximum(lo_last - first, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+        full_last = full_first + tl.maximum(hi_first - full_first, 0) // BLOCK_N * BLOCK_N
+        if RANGED:
+            dq, sums = _walk_keys(
+                dq, sums, q, do, lse, delta, first, tl.minimum(full_first, last), lo, hi, barred,
+                keys, values, slots, bits, k_token, v_token, scale, softcap,
+                False, True, DEDUP, False, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
+            )  # fmt: skip
+        dq, sums = _walk_keys(
+            dq, sums, q, do, lse, delta, full_first, full_last, lo, hi, barred,
+            keys, values, slots, bits, k_token, v_token, scale, softcap,
+            False, False, DEDUP, False, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
+        )  # fmt: skip
+        first = full_last
     dq, sums = _walk_keys(
-        dq, sums, q, do, lse, delta, first, last, lo, hi, barred, keys, values, slots, bits, k_token, v_token,
-        scale, softcap, DEDUP, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
+        dq, sums, q, do, lse, delta, first, last, lo, hi, barred,
+        keys, values, slots, bits, k_token, v_token, scale, softcap,
+        PLAIN, True, DEDUP, SQUARE, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
     )  # fmt: skip
     if SINKS:
-        lo = tl.load(SINK_RANGES + line * 2 * num_queries + at, mask=live, other=num_entries)
-        hi = tl.load(SINK_RANGES + line * 2 * num_queries + num_queries + at, mask=live, other=0)
+        if PLAIN:
+            hi = tl.where(live, tl.minimum(lo, num_sinks), 0)
+            lo = tl.zeros_like(hi)
+        else:
+            lo = tl.load(SINK_RANGES + line * 2 * num_queries + at, mask=live, other=num_entries)
+            hi = tl.load(SINK_RANGES + line * 2 * num_queries + num_queries + at, mask=live, other=0)
         first, last = tl.min(tl.where(hi > lo, lo, num_entries)), tl.max(tl.where(hi > lo, hi, 0))
         dq, sums = _walk_keys(
-            dq, sums, q, do, lse, delta, first, last, lo, hi, barred, keys, values, slots, bits, k_token, v_token,
-            scale, softcap, False, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, 16,
+            dq, sums, q, do, lse, delta, first, last, lo, hi, barred,
+            keys, values, slots, bits, k_token, v_token, scale, softcap,
+            PLAIN, True, False, SQUARE, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, 16,
         )  # fmt: skip
     into = DQ + row[:, None] * D + d[None, :]
     held = live[:, None] & (d < D)[None, :]
-    tl.store(into, tl.load(into, mask=held, other=0.0) + dq * scale, mask=held)
+    dq *= scale
+    if SQUARE:
+        place = batch * num_queries + tl.load(PLACES + batch * num_queries + at, mask=live, other=0)
+        part = PART + (place * part_heads + head - first_head * G)[:, None] * D + d[None, :]
+        dq += tl.load(part, mask=held, other=0.0).to(tl.float32)
     if FAR:
+        dq += tl.load(into, mask=held, other=0.0)
         tl.store(SUMS + ((batch * kv_heads * G + head) * VISITS + visit) * num_queries + slot, sums, mask=live)
+    tl.store(into, dq.to(DQ.dtype.element_ty), mask=held)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=[*LENGTHS, "turn"])
 def _key_side_kernel(
-    Q, K, V, DO, LSE, DELTA, DK, DV_OUT, SUMS, QUERY_SLOTS, KEY_SLOTS, SEEN_BY, SINK_SEEN_BY, BITS, BARRED,
+    Q, K, V, DO, LSE, DELTA, DK, DV_OUT, SUMS, QUERY_SLOTS, KEY_SLOTS, SEEN_BY, SINK_SEEN_BY, STARTS, ENTRIES,
+    BITS, BARRED, PLACES, PART_K, PART_V, SINK_K, SINK_V,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, do_batch, do_head, do_token,
-    num_queries, num_keys, num_entries, kv_heads, routers, visit, scale, softcap,
-    VISITS: tl.constexpr, FAR: tl.constexpr, SINKS: tl.constexpr, DEDUP: tl.constexpr, ATOMIC: tl.constexpr,
+    num_queries, num_keys, num_entries, kv_heads, first_head, part_heads, routers, visit, window, num_sinks,
+    scale, softcap, turn,
+    VISITS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
+    FAR: tl.constexpr, PLAIN: tl.constexpr, SQUARE: tl.constexpr, SINKS: tl.constexpr, RANGED: tl.constexpr,
+    DEDUP: tl.constexpr, CHOICES: tl.constexpr, ATOMIC: tl.constexpr,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, G: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one pass, added to what is there."""
-    kv_head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    """dk and dv of one pass: near writes them, or adds cuDNN's (SQUARE); far adds to what is there. In plain calls,
+    what comes to the sinks from beyond the window was summed by `_sink_kernel`."""
+    kv_head, batch = first_head + tl.program_id(1), tl.program_id(2).to(tl.int64)
     router = batch * routers + tl.where(routers == 1, 0, kv_head)
     line = router * VISITS + visit
-    at = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    live = at < num_entries
-    first = tl.load(SEEN_BY + line * 2 * num_entries + at, mask=live, other=num_queries)
-    last = tl.load(SEEN_BY + line * 2 * num_entries + num_entries + at, mask=live, other=0)
-    slot = tl.load(KEY_SLOTS + router * num_entries + at, mask=live, other=0).to(tl.int64)
+    start, stop = tl.program_id(0) * BLOCK_N, num_entries
+    if FAR:
+        _, start, stop = tile_of_group(STARTS + router * (GROUPS + 1), tl.program_id(0), BLOCK_N, GROUPS, BLOCK_GROUPS)
+        if start >= stop:
+            return
+    at = start + tl.arange(0, BLOCK_N)
+    live = at < stop
+    slot = at.to(tl.int64)
+    if PLAIN:  # the query at place i has position i + num_keys - num_queries
+        own = at - num_keys + num_queries
+        first = tl.where(live, tl.maximum(own, 0), num_queries)
+        last = tl.where(live, tl.minimum(tl.maximum(own + window + 1, 0), num_queries), 0)
+    else:
+        slot = tl.load(KEY_SLOTS + router * num_entries + at, mask=live, other=0).to(tl.int64)
+        first = tl.load(SEEN_BY + line * 2 * num_entries + at, mask=live, other=num_queries)
+        last = tl.load(SEEN_BY + line * 2 * num_entries + num_entries + at, mask=live, other=0)
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    k = tl.load(
-        K + batch * k_batch + kv_head.to(tl.int64) * k_head + slot[None, :] * k_token + d[:, None],
-        mask=live[None, :] & (d < D)[:, None], other=0.0,
-    )  # fmt: skip
-    v = tl.load(
-        V + batch * v_batch + kv_head.to(tl.int64) * v_head + slot[None, :] * v_token + dv[:, None],
-        mask=live[None, :] & (dv < DV)[:, None], other=0.0,
-    )  # fmt: skip
-    key_bits = slot
+    k = load_rows(K + batch * k_batch, kv_head, slot, k_head, k_token, live, D, BLOCK_D)
+    v = load_rows(V + batch * v_batch, kv_head, slot, v_head, v_token, live, DV, BLOCK_DV)
+    key_bits, barred = first, BARRED
     if DEDUP:
         key_bits = tl.load(BITS + router * num_keys + slot, mask=live, other=0)
+        barred = BARRED + line * num_queries
+    if SQUARE:
+        barred = BITS + batch * num_keys
+        key_bits = tl.load(barred + at, mask=live, other=0).to(tl.int32)
     dk, dv_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     sums = tl.zeros([BLOCK_N], tl.float32)
     queries, grads = Q + batch * q_batch, DO + batch * do_batch
     rows = batch * kv_heads * G * num_queries
+    query_slots = QUERY_SLOTS + line * num_queries
     met = last > first
     begin, end = tl.min(tl.where(met, first, num_queries)), tl.max(tl.where(met, last, 0))
+    if FAR:
+        ROWS: tl.constexpr = BLOCK_M // G
+        first_last, last_first = tl.max(tl.where(live, first, 0)), tl.min(tl.where(live, last, num_queries))
+        full_begin = begin + (tl.maximum(first_last - begin, 0) + ROWS - 1) // ROWS * ROWS
+        full_end = full_begin + tl.maximum(last_first - full_begin, 0) // ROWS * ROWS
+        dk, dv_sum, sums = _walk_queries(
+            dk, dv_sum, sums, k, v, first, last, begin, tl.minimum(full_begin, end), key_bits,
+            queries, grads, LSE + rows, DELTA + rows, query_slots, barred,
+            kv_head, num_queries, q_head, q_token, do_head, do_token, scale, softcap,
+            False, True, DEDUP, False, SOFTCAP, PRECISION, G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
+        )  # fmt: skip
+        dk, dv_sum, sums = _walk_queries(
+            dk, dv_sum, sums, k, v, first, last, full_begin, full_end, key_bits,
+            queries, grads, LSE + rows, DELTA + rows, query_slots, barred,
+            kv_head, num_queries, q_head, q_token, do_head, do_token, scale, softcap,
+            False, False, DEDUP, False, SOFTCAP, PRECISION, G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
+        )  # fmt: skip
+        begin = tl.maximum(full_end, begin)
     dk, dv_sum, sums = _walk_queries(
         dk, dv_sum, sums, k, v, first, last, begin, end, key_bits,
-        queries, grads, LSE + rows, DELTA + rows, QUERY_SLOTS + line * num_queries, BARRED + line * num_queries,
+        queries, grads, LSE + rows, DELTA + rows, query_slots, barred,
         kv_head, num_queries, q_head, q_token, do_head, do_token, scale, softcap,
-        DEDUP, SOFTCAP, PRECISION, G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
+        PLAIN, True, DEDUP, SQUARE, SOFTCAP, PRECISION, G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
     )  # fmt: skip
-    if SINKS:
+    if SINKS and not PLAIN:
         first = tl.load(SINK_SEEN_BY + line * 2 * num_entries + at, mask=live, other=num_queries)
         last = tl.load(SINK_SEEN_BY + line * 2 * num_entries + num_entries + at, mask=live, other=0)
-        met |= last > first
         begin = tl.min(tl.where(last > first, first, num_queries))
         end = tl.max(tl.where(last > first, last, 0))
         dk, dv_sum, sums = _walk_queries(
             dk, dv_sum, sums, k, v, first, last, begin, end, key_bits,
-            queries, grads, LSE + rows, DELTA + rows, QUERY_SLOTS + line * num_queries, BARRED + line * num_queries,
+            queries, grads, LSE + rows, DELTA + rows, query_slots, barred,
             kv_head, num_queries, q_head, q_token, do_head, do_token, scale, softcap,
-            False, SOFTCAP, PRECISION, G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
+            PLAIN, True, False, SQUARE, SOFTCAP, PRECISION, G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
         )  # fmt: skip
+    dk *= scale
     row = (batch * kv_heads + kv_head) * num_keys + slot
     into_k, into_v = DK + row[:, None] * D + d[None, :], DV_OUT + row[:, None] * DV + dv[None, :]
-    held_k, held_v = met[:, None] & (d < D)[None, :], met[:, None] & (dv < DV)[None, :]
-    if ATOMIC:
-        tl.atomic_add(into_k, dk * scale, mask=held_k)
-        tl.atomic_add(into_v, dv_sum, mask=held_v)
-    else:
-        tl.store(into_k, tl.load(into_k, mask=held_k, other=0.0) + dk * scale, mask=held_k)
-        tl.store(into_v, tl.load(into_v, mask=held_v, other=0.0) + dv_sum, mask=held_v)
     if FAR:
         tl.store(SUMS + ((batch * kv_heads + kv_head) * VISITS + visit) * num_entries + at, sums, mask=live)
+        live = met
+    if CHOICES > 1 and not ATOMIC:  # one of a key's groups at a time
+        live &= tl.load(ENTRIES + router * num_entries + at, mask=live, other=0) % CHOICES == turn
+    held_k, held_v = live[:, None] & (d < D)[None, :], live[:, None] & (dv < DV)[None, :]
+    if SQUARE:
+        place = batch * num_keys + tl.load(PLACES + batch * num_keys + at, mask=live, other=0)
+        part = (place * part_heads + kv_head - first_head)[:, None]
+        dk += tl.load(PART_K + part * D + d[None, :], mask=held_k, other=0.0).to(tl.float32)
+        dv_sum += tl.load(PART_V + part * DV + dv[None, :], mask=held_v, other=0.0).to(tl.float32)
+    if SINKS and PLAIN:
+        sink = ((batch * tl.num_programs(1) + tl.program_id(1)) * num_sinks + at)[:, None]
+        a_sink = (at < num_sinks)[:, None]
+        dk += tl.load(SINK_K + sink * D + d[None, :], mask=held_k & a_sink, other=0.0)
+        dv_sum += tl.load(SINK_V + sink * DV + dv[None, :], mask=held_v & a_sink, other=0.0)
+    if ATOMIC:
+        tl.atomic_add(into_k, dk, mask=held_k)
+        tl.atomic_add(into_v, dv_sum, mask=held_v)
+    else:
+        if FAR:
+            dk += tl.load(into_k, mask=held_k, other=0.0)
+            dv_sum += tl.load(into_v, mask=held_v, other=0.0)
+        tl.store(into_k, dk.to(DK.dtype.element_ty), mask=held_k)
+        tl.store(into_v, dv_sum.to(DV_OUT.dtype.element_ty), mask=held_v)
+
+
+@triton.jit(do_not_specialize=[*LENGTHS, "stretch"])
+def _sink_kernel(
+    Q, K, V, DO, LSE, DELTA, DK, DV_OUT, IDS,
+    q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, do_batch, do_head, do_token,
+    num_queries, num_keys, kv_heads, first_head, window, num_sinks, scale, softcap, stretch,
+    SQUARE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, G: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """What a stretch of queries gives to sinks that lie beyond their windows. Every query meets the few sinks: program
+    (stretch, KV head, row and block of sinks) writes its own part, to be summed."""
+    kv_head, blocks = first_head + tl.program_id(1), (num_sinks + BLOCK_N - 1) // BLOCK_N
+    batch, block = (tl.program_id(2) // blocks).to(tl.int64), tl.program_id(2) % blocks
+    at = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    live = at < num_sinks
+    slot = at.to(tl.int64)
+    past = at - num_keys + num_queries + window + 1  # the first query whose window does not hold the key
+    first = tl.where(live, tl.maximum(past, 0), num_queries)
+    last = tl.where(live, num_queries, 0)
+    begin = tl.maximum(tl.program_id(0) * stretch, tl.min(first))
+    end = tl.minimum(tl.program_id(0) * stretch + stretch, num_queries)
+    k = load_rows(K + batch * k_batch, kv_head, slot, k_head, k_token, live, D, BLOCK_D)
+    v = load_rows(V + batch * v_batch, kv_head, slot, v_head, v_token, live, DV, BLOCK_DV)
+    ids, key_ids = IDS, first
+    if SQUARE:
+        ids = IDS + batch * num_keys
+        key_ids = tl.load(ids + at, mask=live, other=0).to(tl.int32)
+    dk, dv_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    rows = batch * kv_heads * G * num_queries
+    dk, dv_sum, _ = _walk_queries(
+        dk, dv_sum, tl.zeros([BLOCK_N], tl.float32), k, v, first, last, begin, end, key_ids,
+        Q + batch * q_batch, DO + batch * do_batch, LSE + rows, DELTA + rows, ids, ids,
+        kv_head, num_queries, q_head, q_token, do_head, do_token, scale, softcap,
+        True, True, False, SQUARE, SOFTCAP, PRECISION, G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
+    )  # fmt: skip
+    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    batches = tl.num_programs(2) // blocks
+    head = (tl.program_id(0) * batches + batch) * tl.num_programs(1) + tl.program_id(1)
+    into = (head * num_sinks + at)[:, None]
+    tl.store(DK + into * D + d[None, :], dk * scale, mask=live[:, None] & (d < D)[None, :])
+    tl.store(DV_OUT + into * DV + dv[None, :], dv_sum, mask=live[:, None] & (dv < DV)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_queries", "heads"])
+def _delta_kernel(
+    DO, OUT, LSE, DELTA, LSE2, do_batch, do_head, do_token, o_batch, o_head, o_token, num_queries, heads,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    at, dv = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DV)
+    live = at < num_queries
+    held = live[:, None] & (dv < DV)[None, :]
+    slot, head_64 = at.to(tl.int64)[:, None], head.to(tl.int64)
+    do = tl.load(DO + batch * do_batch + head_64 * do_head + slot * do_token + dv[None, :], mask=held, other=0.0)
+    out = tl.load(OUT + batch * o_batch + head_64 * o_head + slot * o_token + dv[None, :], mask=held, other=0.0)
+    row = (batch * heads + head) * num_queries + at
+    tl.store(DELTA + row, tl.sum(do.to(tl.float32) * out.to(tl.float32), 1), mask=live)
+    lse = tl.load(LSE + row, mask=live, other=0.0)
+    # exp2(s - inf) = 0: a query that saw nothing teaches nothing.
+    tl.store(LSE2 + row, tl.where(lse == -float("inf"), float("inf"), lse * LOG2E), mask=live)
+
+
+class Row(NamedTuple):
+    """What both sides read of a query beside its vectors. The logsumexp is in base 2, inf if it saw nothing."""
+
+    lse: Tensor  # [B, H, Tq] fp32
+    delta: Tensor  # [B, H, Tq] fp32: dO . O
 
 
 def triton_backward(call: AttentionCall, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
     """Exact gradients of everything from the merged out and lse of the forward."""
-    num_queries, (kv_heads, num_keys) = call.q.shape[2], call.k.shape[1:3]
-    total = Gradients(*(_zeros(call, *x.shape) for x in (call.q, call.k, call.v)))
+    sink_grad = None
     if call.sink_logits is not None:
-        total.sink_logits = sink_logits_grad(grad, out, lse, call.sink_logits)
-    delta = (grad.float() * out.float()).sum(-1)
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf).contiguous()  # exp(s - inf) = 0
-    query, key = places(call.tokens)
-    near = plan_near(query, key, call.pattern)
-    band, sinks = (x.contiguous() for x in near.ranges.split(2, 1))
-    seen = [seen_by(x, num_keys) for x in (band, sinks)]
-    nothing = near.key_slots  # stands for a tensor that a pass does not read
-    sizes, (q, k, v, grad, *_), strides = shared_arguments(call, grad, lse)
-    common = (q, k, v, grad, lse, delta)
-    lengths = (num_queries, num_keys, num_keys, kv_heads, 1, 0, call.scale, call.softcap or 1.0)
-    near_only = {"VISITS": 1, "FAR": False, "SINKS": call.pattern.num_sinks > 0, "DEDUP": False}
-    grid, options = _launch("query side", call, sizes, num_queries)
-    _query_side_kernel[grid](
-        *common, total.q, nothing, near.query_slots, near.key_slots, band, sinks, nothing, nothing, *strides, *lengths,
-        **near_only, **options,
-    )  # fmt: skip
-    grid, options = _launch("key side", call, sizes, num_keys)
-    _key_side_kernel[grid](
-        *common, total.k, total.v, nothing, near.query_slots, near.key_slots, *seen, nothing, nothing,
-        *strides, *lengths, ATOMIC=False, **near_only, **options,
-    )  # fmt: skip
-    if has_far_pairs(call):
-        _far_backward(call, total, query, key, common, strides, sizes)
-    elif call.query_gate is not None and call.key_gate is not None:
-        total.query_gate, total.key_gate = (_zeros(call, *x.shape) for x in (call.query_gate, call.key_gate))
-    total.q, total.k, total.v = total.q.to(q.dtype), total.k.to(k.dtype), total.v.to(v.dtype)
+        sink_grad = sink_logits_grad(grad, out, lse, call.sink_logits)
+    setup = setup_for(call, grad, out)
+    rows = _query_rows(setup, grad, out, lse)
+    if square.serves(call, setup):
+        total = _square_backward(call, setup, grad, out, lse, rows)
+    else:
+        total = _backward(call, setup, grad, rows)
+    total.sink_logits = sink_grad
     return total
 
 
-def _launch(kernel: str, call: AttentionCall, sizes: dict[str, Any], length: int) -> tuple[tuple[int, ...], dict]:
-    tile = tile_for(kernel, call)
-    rows = tile.rows // sizes["G"] if kernel == "query side" else tile.keys
-    blocks = {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages}
-    return (triton.cdiv(length, rows), call.k.shape[1], call.q.shape[0]), {**sizes, **blocks}
+def _query_rows(setup: Setup, grad: Tensor, out: Tensor, lse: Tensor) -> Row:
+    batch, heads, num_queries, width = out.shape
+    grad, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad, out))
+    rows = Row(*(torch.empty(batch, heads, num_queries, dtype=torch.float32, device=grad.device) for _ in range(2)))
+    block = 64
+    setup.launch(
+        "delta", _delta_kernel, (ceil_div(num_queries, block), heads, batch),
+        (
+            grad, out, lse.contiguous(), rows.delta, rows.lse,
+            *grad.stride()[:3], *out.stride()[:3], num_queries, heads,
+        ),
+        {"DV": width, "BLOCK_DV": power_of_2(width), "BLOCK_M": block},
+    )  # fmt: skip
+    return rows
+
+
+class _Pass:
+    """Both kernels of one pass of the forward: `near` unless a far plan is given."""
+
+    def __init__(self, call: AttentionCall, setup: Setup, grad: Tensor, rows: Row, far: FarPlan | None = None) -> None:
+        self.call, self.setup, self.far, self.name = call, setup, far, "far" if far else "near"
+        tensors, self.strides = rows_and_strides(call, grad)
+        self.tensors = (*tensors, *rows)
+        self.nothing = rows.lse  # stands for a tensor that a pass does not read
+        self.ranged = call.tokens.key_segments is not None or call.pattern.sliding_window is not None
+        groups = call.pattern.num_groups
+        self.flags = {
+            "VISITS": call.query_groups.shape[-1] if far else 1,
+            "GROUPS": groups,
+            "BLOCK_GROUPS": power_of_2(groups),
+            "FAR": far is not None,
+            "SINKS": far is None and call.pattern.num_sinks > 0,
+            "RANGED": self.ranged,
+            "DEDUP": far is not None and can_meet_twice(call),
+        }
+
+    def _lengths(self, first_head: int, heads: int, visit: int) -> tuple[float, ...]:
+        call = self.call
+        num_queries, kv_heads, num_keys = call.q.shape[2], call.k.shape[1], call.k.shape[2]
+        entries = self.far.key_slots.shape[-1] if self.far else num_keys
+        routers = call.query_groups.shape[1] if self.far else 1
+        pattern = call.pattern
+        sizes = num_queries, num_keys, entries, kv_heads, first_head, heads, routers, visit
+        return *sizes, pattern.window, pattern.num_sinks, call.scale, call.softcap or 1.0
+
+    def _launch(
+        self, side: str, kernel: Any, length: int, heads: int, arguments: tuple[Any, ...], **flags: bool | int
+    ) -> None:
+        tile = tile_for(f"{self.name}, {side} side", self.call)
+        rows = tile.rows // self.setup.heads_a_key if side == "query" else tile.keys
+        tiles = ceil_div(length, rows) + (self.call.pattern.num_groups if self.far else 0)
+        self.setup.launch(
+            (self.name, side, *flags.values()), kernel, (tiles, heads, self.call.q.shape[0]), arguments,
+            {**self.flags, **flags, **self.setup.sizes, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys},
+            warps=tile.warps, stages=tile.stages,
+        )  # fmt: skip
+
+    def query_side(
+        self, dq: Tensor, sums: Tensor | None, planned: tuple[Tensor, ...], sets: tuple[Tensor, Tensor],
+        *, visit: int = 0, plain: bool = False, seed: square.Seed | None = None,
+    ) -> None:  # fmt: skip
+        """planned: query slots, key slots, ranges, sink ranges, group starts. seed: cuDNN's dq."""
+        first, heads = (0, self.call.k.shape[1]) if seed is None else (seed.first_head, seed.kv_heads)
+        parts = (self.nothing, self.nothing) if seed is None else (seed.places, seed.out)
+        arguments = (
+            *self.tensors, dq, self.nothing if sums is None else sums, *planned, *sets, *parts, *self.strides,
+            *self._lengths(first, heads * self.setup.heads_a_key, visit),
+        )  # fmt: skip
+        length, is_square = self.call.q.shape[2], seed is not None
+        self._launch("query", _query_side_kernel, length, heads, arguments, PLAIN=plain, SQUARE=is_square)
+
+    def key_side(
+        self, dk: Tensor, dv: Tensor, sums: Tensor | None, planned: tuple[Tensor, ...], sets: tuple[Tensor, Tensor],
+        *, visit: int = 0, plain: bool = False, seed: square.Seed | None = None, seed_v: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """planned: query slots, key slots, seen by, sinks seen by, group starts, key entries. seed: cuDNN's dk."""
+        first, heads = (0, self.call.k.shape[1]) if seed is None else (seed.first_head, seed.kv_heads)
+        parts = (self.nothing,) * 3 if seed is None else (seed.places, seed.out, seed_v)
+        sinks = (self.nothing, self.nothing)
+        if plain and self.flags["SINKS"]:
+            sinks = self._sink_sums(first, heads, sets[0], square=seed is not None)
+        choices = self.call.key_groups.shape[-1] if self.far else 1
+        atomic = choices > 1 and not torch.are_deterministic_algorithms_enabled()
+        for turn in range(1 if atomic else choices):
+            arguments = (
+                *self.tensors, dk, dv, self.nothing if sums is None else sums, *planned, *sets, *parts, *sinks,
+                *self.strides, *self._lengths(first, heads, visit), turn,
+            )  # fmt: skip
+            self._launch(
+                "key", _key_side_kernel, planned[1].shape[-1] if self.far else self.call.k.shape[2], heads, arguments,
+                PLAIN=plain, SQUARE=seed is not None, CHOICES=choices, ATOMIC=atomic,
+            )  # fmt: skip
+
+    def _sink_sums(self, first_head: int, heads: int, ids: Tensor, square: bool) -> tuple[Tensor, Tensor]:
+        """dk and dv [B, heads, num_sinks, D] fp32 that the sinks get from queries beyond the window."""
+        call, tile = self.call, tile_for("sinks", self.call)
+        num_queries, num_keys, num_sinks = call.q.shape[2], call.k.shape[2], call.pattern.num_sinks
+        stretches = ceil_div(num_queries, QUERIES_A_STRETCH)
+        batch, blocks = call.q.shape[0], ceil_div(num_sinks, tile.keys)
+        parts = [
+            torch.empty(stretches, batch, heads, num_sinks, x.shape[-1], dtype=torch.float32, device=x.device)
+            for x in (call.k, call.v)
+        ]
+        self.setup.launch(
+            ("sinks", square), _sink_kernel, (stretches, heads, batch * blocks),
+            (
+                *self.tensors, *parts, ids, *self.strides, num_queries, num_keys, call.k.shape[1], first_head,
+                call.pattern.window, num_sinks, call.scale, call.softcap or 1.0, QUERIES_A_STRETCH,
+            ),
+            {"SQUARE": square, **self.setup.sizes, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys},
+            warps=tile.warps, stages=tile.stages,
+        )  # fmt: skip
+        return parts[0].sum(0), parts[1].sum(0)
+
+
+def _backward(call: AttentionCall, setup: Setup, grad: Tensor, rows: Row) -> Gradients:
+    device = call.q.device
+    dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=device) for x in (call.q, call.k, call.v))
+    near, nothing = _Pass(call, setup, grad, rows), rows.lse
+    counted = triton_plan.serves(call)
+    if counted:
+        near.query_side(dq, None, (nothing,) * 5, (nothing, nothing), plain=True)
+        near.key_side(dk, dv, None, (nothing,) * 6, (nothing, nothing), plain=True)
+    else:
+        query, key = places(call.tokens)
+        plan = plan_near(query, key, call.pattern)
+        band, sinks = (x.contiguous() for x in plan.ranges.split(2, 1))
+        seen = [seen_by(x, call.k.shape[2]) for x in (band, sinks)]
+        slots = plan.query_slots, plan.key_slots
+        near.query_side(dq, None, (*slots, band, sinks, nothing), (nothing, nothing))
+        near.key_side(dk, dv, None, (*slots, *seen, nothing, nothing), (nothing, nothing))
+    total = Gradients(dq, dk, dv)
+    gated = call.query_gate is not None and call.key_gate is not None
+    if has_far_pairs(call):
+        if counted:
+            far, met = triton_plan.plan_far(call, setup, backward=True)
+        else:
+            far = plan_far(call, query, key)
+            met = seen_by(far.ranges, far.key_slots.shape[-1])
+        assert met is not None
+        _far_backward(call, setup, grad, rows, far, met, total)
+    elif gated:
+        total.query_gate, total.key_gate = (_zeros(call, *x.shape) for x in (call.query_gate, call.key_gate))  # type: ignore[union-attr]
+    total.q, total.k, total.v = dq.to(call.q.dtype), dk.to(call.k.dtype), dv.to(call.v.dtype)
+    return total
 
 
 def _far_backward(
-    call: AttentionCall,
-    total: Gradients,
-    query: Tensor,
-    key: Tensor,
-    common: tuple[Tensor, ...],
-    strides: list[int],
-    sizes: dict[str, Any],
+    call: AttentionCall, setup: Setup, grad: Tensor, rows: Row, far: FarPlan, met: Tensor, total: Gradients
 ) -> None:
-    far = plan_far(call, query, key)
     batch, heads, num_queries, _ = call.q.shape
-    kv_heads, num_keys = call.k.shape[1], call.k.shape[2]
-    routers, query_k, key_k = call.query_groups.shape[1], call.query_groups.shape[3], call.key_groups.shape[3]
-    entries = far.key_slots.shape[-1]
-    dedup = can_meet_twice(call)
-    bits, barred = set_bits(call) if dedup else (far.key_slots, far.key_slots)
-    seen = seen_by(far.ranges, entries)
+    kv_heads, query_k, entries = call.k.shape[1], call.query_groups.shape[3], far.key_slots.shape[-1]
+    sets = set_bits(call) if can_meet_twice(call) else (rows.lse, rows.lse)
     by_query, by_key = _zeros(call, batch, heads, query_k, num_queries), _zeros(call, batch, kv_heads, query_k, entries)
-    far_only = {"VISITS": query_k, "FAR": True, "SINKS": False, "DEDUP": dedup}
+    passes, slots = _Pass(call, setup, grad, rows, far), (far.query_slots, far.key_slots)
     for visit in range(query_k):
-        lengths = (num_queries, num_keys, entries, kv_heads, routers, visit, call.scale, call.softcap or 1.0)
-        grid, options = _launch("query side", call, sizes, num_queries)
-        _query_side_kernel[grid](
-            *common, total.q, by_query, far.query_slots, far.key_slots, far.ranges, far.ranges, bits, barred,
-            *strides, *lengths, **far_only, **options,
-        )  # fmt: skip
-        grid, options = _launch("key side", call, sizes, entries)
-        _key_side_kernel[grid](
-            *common, total.k, total.v, by_key, far.query_slots, far.key_slots, seen, seen, bits, barred,
-            *strides, *lengths, ATOMIC=key_k > 1, **far_only, **options,
-        )  # fmt: skip
+        passes.query_side(total.q, by_query, (*slots, far.ranges, far.ranges, far.group_starts), sets, visit=visit)
+        planned = (*slots, met, met, far.key_starts, far.key_entries)
+        passes.key_side(total.k, total.v, by_key, planned, sets, visit=visit)
     if call.query_gate is not None and call.key_gate is not None:
-        total.query_gate, total.key_gate = _gate_grads(call, far.key_entries, by_query, by_key)
+        total.query_gate, total.key_gate = _gate_grads(call, far.key_entries.long(), by_query, by_key)
+
+
+def _square_backward(call: AttentionCall, setup: Setup, grad: Tensor, out: Tensor, lse: Tensor, rows: Row) -> Gradients:
+    """The groups by cuDNN with the merged output and logsumexp, the rest by the near kernels."""
+    grads = Gradients(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (call.q, call.k, call.v)))
+    near, nothing = _Pass(call, setup, grad, rows), rows.lse
+    ids = call.key_groups
+    for places_, first, step, (dq, dk, dv) in square.group_gradients(call, setup, grad, out, lse):
+        near.query_side(
+            grads.q, None, (nothing,) * 5, (ids, ids), plain=True, seed=square.Seed(places_, dq, nothing, first, step)
+        )
+        near.key_side(
+            grads.k, grads.v, None, (nothing,) * 6, (ids, ids), plain=True,
+            seed=square.Seed(places_, dk, nothing, first, step), seed_v=dv,
+        )  # fmt: skip
+    return grads
 
 
 def _gate_grads(call: AttentionCall, key_entries: Tensor, by_query: Tensor, by_key: Tensor) -> tuple[Tensor, Tensor]:

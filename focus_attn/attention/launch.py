@@ -1,0 +1,90 @@
+"""Launching Triton kernels again and again without asking each time which of their variants is meant.
+
+Triton looks at every argument of every launch (its type, alignment and value) to find the compiled variant: some 40
+µs, more than a short kernel takes. All that can change a variant here is in a call's signature, so a variant is
+looked up by that signature once, and launched as it is from then on.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from focus_attn.attention.call import AttentionCall
+
+
+class Tile(NamedTuple):
+    """How one kernel is launched: rows and keys a tile, warps, pipeline stages."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+MOST_SIGNATURES = 1024
+_setups: OrderedDict[tuple[Any, ...], Setup] = OrderedDict()
+
+
+class Setup:
+    """What the kernels of all calls with one signature share."""
+
+    def __init__(self, call: AttentionCall) -> None:
+        width, value_width = call.q.shape[-1], call.v.shape[-1]
+        self.heads_a_key = call.q.shape[1] // call.k.shape[1]
+        self.sizes = {
+            "SOFTCAP": call.softcap is not None,
+            "PRECISION": "ieee" if call.q.element_size() == 4 else "tf32",
+            "G": self.heads_a_key,
+            "D": width,
+            "DV": value_width,
+            "BLOCK_D": max(16, power_of_2(width)),
+            "BLOCK_DV": max(16, power_of_2(value_width)),
+        }
+        self.serves_square: bool | None = None  # asked once, see `square.py` and `bulk.py`
+        self.serves_bulk: bool | None = None
+        self._variants: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+
+    def launch(
+        self, tag: Any, kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: dict[str, Any],
+        *, warps: int = 4, stages: int = 2,
+    ) -> None:  # fmt: skip
+        """tag: which variant of which kernel this is, among the calls of one signature. Constants come last."""
+        known = self._variants.get(tag)
+        if known is not None:
+            compiled, values = known
+            compiled[grid](*arguments, *values)
+            return
+        compiled = kernel[grid](*arguments, **constants, num_warps=warps, num_stages=stages)
+        if compiled is not None:  # Triton's interpreter compiles nothing
+            self._variants[tag] = compiled, tuple(constants[name] for name in kernel.arg_names if name in constants)
+
+
+def setup_for(call: AttentionCall, *more: Tensor) -> Setup:
+    """more: tensors beside those of the call whose layout matters."""
+    signature = _signature(call, more)
+    setup = _setups.get(signature)
+    if setup is None:
+        setup = _setups[signature] = Setup(call)
+        if len(_setups) > MOST_SIGNATURES:
+            _setups.popitem(last=False)
+    return setup
+
+
+def _signature(call: AttentionCall, more: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    q, k, v, tokens = call.q, call.k, call.v, call.tokens
+    layouts = [(x.shape, x.stride(), x.data_ptr() % 16 == 0, x.dtype) for x in (q, k, v, *more)]
+    groups = call.query_groups.shape, call.key_groups.shape, call.query_groups.dtype
+    kind = tokens.plain, tokens.key_segments is None, call.query_gate is None, call.scale, call.softcap
+    return *layouts, groups, call.pattern, kind, q.device
+
+
+def power_of_2(number: int) -> int:
+    """The next power of two that is not smaller."""
+    return 1 << (number - 1).bit_length()
+
+
+def ceil_div(number: int, by: int) -> int:
+    return -(-number // by)

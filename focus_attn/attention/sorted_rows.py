@@ -1,0 +1,129 @@
+"""Copies of q, k and v in the order of a plan: kernels that read runs of rows are faster than kernels that gather.
+
+A *line* is one order of the tokens: one a router. With one router all heads stand side by side in a line, [T, heads,
+D]; with a router for each KV head, every KV head has a line of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from focus_attn.attention.call import AttentionCall
+from focus_attn.attention.launch import Setup, ceil_div, power_of_2
+
+SMALL_COPIES = 200  # a share of the device's memory that is never too much: one in so many
+BLOCK = 64
+
+
+class Copy(NamedTuple):
+    """Rows of `x` [B, heads, T, D], from a head on, to go into `to` [B, lines, N, heads a line, D]."""
+
+    x: Tensor
+    to: Tensor
+    first_head: int
+    slots: Tensor  # [B, lines, N] int32, N at stride 1
+
+
+def heads_at_once(call: AttentionCall, copies: int) -> int:
+    """KV heads whose sorted copies (so many tensors like q) are small beside the output, as a divisor of them all."""
+    kv_heads = call.k.shape[1]
+    whole = call.q.numel() * call.q.element_size()
+    small = _memory(call.q.device) // SMALL_COPIES
+    if copies * whole <= small:
+        return kv_heads
+    fits = max(small, whole // 4) * kv_heads // (copies * whole)
+    return max(step for step in range(1, kv_heads + 1) if kv_heads % step == 0 and (step == 1 or step <= fits))
+
+
+@functools.cache
+def _memory(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+
+
+def room_for(call: AttentionCall, kv_heads: int, like: str, length: int | None = None) -> list[Tensor]:
+    """Room for copies of so many KV heads, each like q, k or v: [B, lines, T or `length`, heads a line, D]."""
+    batch, routers, device = call.q.shape[0], call.query_groups.shape[1], call.q.device
+    lines, a_line = (1, kv_heads) if routers == 1 else (kv_heads, 1)
+    per_kv_head = call.q.shape[1] // call.k.shape[1]
+    sizes = {"q": (call.q, per_kv_head * a_line), "k": (call.k, a_line), "v": (call.v, a_line)}
+    return [
+        torch.empty(batch, lines, length or x.shape[2], heads, x.shape[3], dtype=x.dtype, device=device)
+        for x, heads in (sizes[name] for name in like)
+    ]
+
+
+def strides(x: Tensor) -> tuple[int, int, int]:
+    """(batch, head, token) strides of a copy [B, lines, N, heads a line, D]: heads go across lines, or along one."""
+    return x.stride(0), x.stride(1) if x.shape[1] > 1 else x.stride(3), x.stride(2)
+
+
+@triton.jit(do_not_specialize=["first_a", "first_b", "first_c", "tokens_a", "tokens_b", "tokens_c"])
+def _sort_kernel(
+    A, B, C, TO_A, TO_B, TO_C, SLOTS_A, SLOTS_B, SLOTS_C,
+    a_batch, a_head, a_token, b_batch, b_head, b_token, c_batch, c_head, c_token,
+    slots_a_batch, slots_a_line, slots_b_batch, slots_b_line, slots_c_batch, slots_c_line,
+    first_a, first_b, first_c, tokens_a, tokens_b, tokens_c,
+    LINES: tl.constexpr, HEADS_A: tl.constexpr, HEADS_B: tl.constexpr, HEADS_C: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Program (block of places, head of A, B or C, row)."""
+    head = tl.program_id(1)
+    if head < LINES * HEADS_A:
+        _sort(
+            A, TO_A, SLOTS_A, head, a_batch, a_head, a_token, slots_a_batch, slots_a_line, first_a, tokens_a,
+            LINES, HEADS_A, D, BLOCK_D, BLOCK_N,
+        )  # fmt: skip
+    elif head < LINES * (HEADS_A + HEADS_B):
+        _sort(
+            B, TO_B, SLOTS_B, head - LINES * HEADS_A, b_batch, b_head, b_token, slots_b_batch, slots_b_line,
+            first_b, tokens_b, LINES, HEADS_B, D, BLOCK_D, BLOCK_N,
+        )  # fmt: skip
+    else:
+        _sort(
+            C, TO_C, SLOTS_C, head - LINES * (HEADS_A + HEADS_B), c_batch, c_head, c_token, slots_c_batch, slots_c_line,
+            first_c, tokens_c, LINES, HEADS_C, D, BLOCK_D, BLOCK_N,
+        )  # fmt: skip
+
+
+@triton.jit
+def _sort(
+    X, TO, SLOTS, head, x_batch, x_head, x_token, slots_batch, slots_line, first, tokens,
+    LINES: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    batch, line = tl.program_id(2).to(tl.int64), (head // HEADS).to(tl.int64)
+    at, d = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    inside = at < tokens
+    slot = tl.load(SLOTS + batch * slots_batch + line * slots_line + at, mask=inside, other=0).to(tl.int64)
+    held = inside[:, None] & (d < D)[None, :]
+    rows = X + batch * x_batch + (first + head).to(tl.int64) * x_head + slot[:, None] * x_token + d[None, :]
+    place = ((batch * LINES + line) * tokens + at) * HEADS + head % HEADS
+    tl.store(TO + place[:, None] * D + d[None, :], tl.load(rows, mask=held, other=0.0), mask=held)
+
+
+def sort_rows(setup: Setup, name: str, *copies: Copy) -> None:
+    """Up to three copies of one width and dtype in one launch. name: which copies, among those of a call."""
+    count = len(copies)
+    copies = tuple(c if c.x.stride(-1) == 1 else c._replace(x=c.x.contiguous()) for c in copies)
+    (a, to_a, *_), (b, to_b, *_), (c, to_c, *_) = all_three = copies + copies[:1] * (3 - count)
+    heads = [copy.to.shape[3] if index < count else 0 for index, copy in enumerate(all_three)]
+    batch, lines, _, _, width = to_a.shape
+    longest = max(copy.to.shape[2] for copy in copies)
+    setup.launch(
+        ("sort", name), _sort_kernel, (ceil_div(longest, BLOCK), lines * sum(heads), batch),
+        (
+            a, b, c, to_a, to_b, to_c, *(copy.slots for copy in all_three),
+            *a.stride()[:3], *b.stride()[:3], *c.stride()[:3],
+            *(stride for copy in all_three for stride in copy.slots.stride()[:2]),
+            *(copy.first_head for copy in all_three), *(copy.to.shape[2] for copy in all_three),
+        ),
+        {
+            "LINES": lines, "HEADS_A": heads[0], "HEADS_B": max(1, heads[1]), "HEADS_C": max(1, heads[2]),
+            "D": width, "BLOCK_D": power_of_2(width), "BLOCK_N": BLOCK,
+        },
+    )  # fmt: skip

@@ -1,0 +1,122 @@
+"""Calls whose queries and keys share one id a token: every group is then a causal attention of its own.
+
+The tokens are sorted by group, cuDNN attends inside the groups, and the near kernel adds what is left: pairs of
+different groups inside the window or on a sink. The backward gives cuDNN the merged output and logsumexp and adds its
+gradients to those of the near kernels. A few KV heads go at a time, so that the sorted copies stay small beside the
+output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from focus_attn.attention import cudnn, sorted_rows, triton_plan
+from focus_attn.attention.call import AttentionCall
+from focus_attn.attention.launch import Setup
+from focus_attn.attention.sorted_rows import Copy, room_for, sort_rows
+
+
+class Seed(NamedTuple):
+    """What tokens saw in their own groups, or the gradients from there, sorted by group: near goes on from it."""
+
+    places: Tensor  # [B, T] int32
+    out: Tensor  # [B * T, heads, Dv] in memory
+    lse: Tensor  # [B * T, heads] fp32
+    first_head: int  # of the KV heads
+    kv_heads: int
+
+
+def serves(call: AttentionCall, setup: Setup) -> bool:
+    if not _is_same(call.query_groups, call.key_groups):
+        return False
+    if setup.serves_square is None:
+        setup.serves_square = _serves(call)
+    return setup.serves_square
+
+
+def _serves(call: AttentionCall) -> bool:
+    q, k, v = call.q, call.k, call.v
+    return (
+        call.tokens.plain
+        and call.query_groups.shape[-1] == 1
+        and call.query_groups.shape[1] == 1
+        and q.shape[2] == k.shape[2]
+        and q.shape[-1] == v.shape[-1]
+        and call.softcap is None
+        and call.sink_logits is None
+        and call.query_gate is None
+        and triton_plan.serves(call)
+        and call.pattern.window < q.shape[2] - 1
+        and cudnn.can_serve(_shape(call, sorted_rows.heads_at_once(call, copies=3)))
+    )
+
+
+def square_forward(call: AttentionCall, setup: Setup, out: Tensor, lse: Tensor) -> None:
+    """Fills out [B, H, T, Dv] and lse [B, H, T]."""
+    from focus_attn.attention.triton import launch_near
+
+    step = sorted_rows.heads_at_once(call, copies=3)
+    shape = _shape(call, step)
+    plan = triton_plan.plan_square(call, setup, shape.heads, shape.kv_heads)
+    slots, (q, k, v), part_lse = plan.slots[:, None], room_for(call, step, "qkv"), None
+    for first in range(0, call.k.shape[1], step):
+        first_query = first * shape.heads // step
+        copies = Copy(call.q, q, first_query, slots), Copy(call.k, k, first, slots), Copy(call.v, v, first, slots)
+        sort_rows(setup, "q, k, v", *copies)
+        if part_lse is None:  # made only now: the device has something to do by then
+            part_lse = _room_for_lse(call, shape)
+        cudnn.forward(shape, plan.jobs, q, k, v, q, part_lse)
+        launch_near(call, setup, None, out, lse, Seed(plan.places, q, part_lse, first, step))
+
+
+def group_gradients(
+    call: AttentionCall, setup: Setup, grad: Tensor, out: Tensor, lse: Tensor
+) -> Iterator[tuple[Tensor, int, int, tuple[Tensor, Tensor, Tensor]]]:
+    """(places, first KV head, KV heads, cuDNN's dq, dk, dv sorted by group), a few KV heads at a time.
+
+    The tensors are used again for the next heads.
+    """
+    step = sorted_rows.heads_at_once(call, copies=10)
+    shape = _shape(call, step)
+    plan = triton_plan.plan_square(call, setup, shape.heads, shape.kv_heads)
+    slots, sorted_lse = plan.slots[:, None], _room_for_lse(call, shape)
+    q, k, v, sorted_out, sorted_grad, dq, dk, dv = room_for(call, step, "qkvqqqkv")
+    for first in range(0, call.k.shape[1], step):
+        query = first * shape.heads // step
+        copies = Copy(call.q, q, query, slots), Copy(call.k, k, first, slots), Copy(call.v, v, first, slots)
+        sort_rows(setup, "q, k, v", *copies)
+        sort_rows(setup, "out, grad", Copy(out, sorted_out, query, slots), Copy(grad, sorted_grad, query, slots))
+        sort_rows(setup, "lse", Copy(lse[..., None], sorted_lse, query, slots))
+        cudnn.backward(shape, plan.jobs, (q, k, v, sorted_out, sorted_lse, sorted_grad), (dq, dk, dv))
+        yield plan.places, first, step, (dq, dk, dv)
+
+
+def _room_for_lse(call: AttentionCall, shape: cudnn.Shape) -> Tensor:
+    batch, length = call.q.shape[0], call.q.shape[2]
+    return torch.empty(batch, 1, length, shape.heads, 1, dtype=torch.float32, device=call.q.device)
+
+
+def _shape(call: AttentionCall, kv_heads: int) -> cudnn.Shape:
+    batch, heads, length, width = call.q.shape
+    longest = cudnn.bound(length)
+    return cudnn.Shape(
+        jobs=batch * call.pattern.num_groups,
+        heads=kv_heads * heads // call.k.shape[1],
+        kv_heads=kv_heads,
+        longest_queries=longest,
+        longest_keys=longest,
+        total=batch * longest,
+        causal=True,
+        width=width,
+        dtype=call.q.dtype,
+        scale=call.scale,
+        device=call.q.device,
+    )
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride())

@@ -1,0 +1,38 @@
+"""What the kernels share: which rows a tile has, and how they are loaded."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def packed_rows(begin, end, kv_head, G: tl.constexpr, BLOCK_M: tl.constexpr):
+    """A tile has BLOCK_M // G queries from `begin` on, each with the G heads of the KV head: (query, real, head)."""
+    r = tl.arange(0, BLOCK_M)
+    at = begin + r // G
+    return at, (r < BLOCK_M // G * G) & (at < end), kv_head * G + r % G
+
+
+@triton.jit
+def load_rows(X, head, slot, head_stride, token_stride, live, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows of X at (head, slot), [BLOCK_M, BLOCK_D], 0 where not live."""
+    d = tl.arange(0, BLOCK_D)
+    rows = X + (head.to(tl.int64) * head_stride + slot * token_stride)[:, None] + d[None, :]
+    return tl.load(rows, mask=live[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def tile_of_group(STARTS, number, ROWS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_GROUPS: tl.constexpr):
+    """(its group's begin, its own, its group's end) of the tile with this number: no tile crosses into the next group.
+
+    Groups come one after the other, and the last tiles of each, which have the longest prefixes, first.
+    """
+    g = tl.arange(0, BLOCK_GROUPS)
+    begins = tl.load(STARTS + g, mask=g < GROUPS, other=0)
+    ends = tl.load(STARTS + g + 1, mask=g < GROUPS, other=0)
+    tiles = (ends - begins + ROWS - 1) // ROWS
+    upto = tl.cumsum(tiles, 0)
+    mine = (upto - tiles <= number) & (number < upto)
+    begin, end = tl.sum(tl.where(mine, begins, 0)), tl.sum(tl.where(mine, ends, 0))
+    return begin, begin + (tl.sum(tl.where(mine, upto - 1 - number, 0))) * ROWS, end
