@@ -7,7 +7,6 @@ from html.parser import HTMLParser
 import pytest
 
 from focus_attn.bench import Timing, crossover, describe_crossover
-from focus_attn.bench.timing import Contest, compare
 from focus_attn.demo import FOCUS, FULL, RANDOM, WINDOW, DemoOptions, run_demo
 from focus_attn.report import render_report
 from focus_attn.report.html import describe_gap
@@ -112,14 +111,3 @@ def test_crossover_that_was_not_reached_is_said_to_lie_beyond():
 def test_a_length_that_wins_by_chance_is_no_crossover():
     timings = [Timing(1000, 2.0, 1.0, 3), Timing(2000, 2.0, 4.0, 3), Timing(4000, 8.0, 4.0, 3)]
     assert 2000 < crossover(timings) < 4000
-
-
-def test_timing_stops_when_time_is_up_and_prepares_every_repeat():
-    calls = []
-    contests = [
-        Contest(length, lambda: calls.append("dense"), lambda: calls.append("focus"), lambda: calls.append("prepare"))
-        for length in (1, 2)
-    ]
-    assert [timing.repeats for timing in compare(contests, repeats=2)] == [2, 2]
-    assert calls[:9] == ["prepare", "dense", "focus"] * 3
-    assert [timing.length for timing in compare(contests, repeats=2, seconds=0)] == [1]

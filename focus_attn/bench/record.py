@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import platform
@@ -19,15 +20,15 @@ from focus_attn.version import __version__
 
 def describe_run(command: str | None = None) -> dict[str, Any]:
     """Hardware, software and command of this process, as plain JSON values."""
-    name = Path(sys.argv[0])
-    program = "focus" if name.name == "focus" else f"python {Path(*name.parts[-2:])}"
     return {
-        "command": command or " ".join([program, *sys.argv[1:]]),
+        "command": command or " ".join([_program(), *sys.argv[1:]]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "commit": _commit(),
         "focus_attn": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "triton": _version("triton"),
+        "cudnn": torch.backends.cudnn.version(),
         "python": platform.python_version(),
         "cpu": _cpu_name(),
         "threads": torch.get_num_threads(),
@@ -42,6 +43,20 @@ def write_json(path: str | Path, results: dict[str, Any]) -> None:
     draft = path.with_name(path.name + ".part")
     draft.write_text(json.dumps({"run": describe_run(), **results}, indent=2) + "\n")
     os.replace(draft, path)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _program() -> str:
+    name, spec = Path(sys.argv[0]), getattr(sys.modules["__main__"], "__spec__", None)
+    if name.name == "focus":
+        return "focus"
+    return f"python -m {spec.name.removesuffix('.__main__')}" if spec else f"python {Path(*name.parts[-2:])}"
 
 
 def _commit() -> str | None:
