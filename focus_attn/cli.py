@@ -1,4 +1,4 @@
-"""The command line: `focus demo`, `focus generate`."""
+"""The command line: `focus demo`, `focus train`, `focus bench`, `focus generate`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from focus_attn.bench import command as bench_command
+from focus_attn.training import command as training_command
 from focus_attn.version import __version__
 
 app = typer.Typer(
@@ -131,6 +133,18 @@ def generate(
             # A prompt shorter than the window is nothing to hint at on the command line.
             warnings.simplefilter("ignore", UserWarning)
             stream(prompt, adapter, model, max_new_tokens, temperature, seed, chat)
+
+
+bench = typer.Typer(
+    help="Speed on this machine: attention alone, or a whole model's prefill.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(bench, name="bench")
+bench.command("attention")(plain_errors()(bench_command.attention))
+bench.command("prefill")(plain_errors()(bench_command.prefill))
+
+app.command("train")(plain_errors()(training_command.train))
 
 
 if __name__ == "__main__":

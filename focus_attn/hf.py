@@ -268,6 +268,10 @@ def focus_attention_forward(
             f"attention dropout of {dropout} reached Focus, which does not support it: keep the base model in eval "
             "mode (FocusModel.train() does), or set the dropout of its config to 0"
         )
+    if torch.is_autocast_enabled(query.device.type):
+        # Rotary positions and norms leave queries and keys in fp32; autocast would cast PyTorch's own attention.
+        half = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(half), key.to(half), value.to(half)
     state: FocusState = module.focus_state
     layer: FocusLayer = module.focus.itself()
     inputs = AttentionInputs(

@@ -1,14 +1,50 @@
-"""Fitting routers to a frozen model."""
+"""Learning the groups: the short fit by coverage, and training through hard routing by a recipe."""
 
+from typing import TYPE_CHECKING, Any
+
+from focus_attn.training.balance import nudge_bias
 from focus_attn.training.coverage import CoverageFit, fit_coverage
 from focus_attn.training.layer_fit import LayerFit
+from focus_attn.training.measures import collapsed_routers, group_dominance, probe_groups, stability
 from focus_attn.training.objectives import FarAttention, coverage_loss, far_attention
+from focus_attn.training.recipe import Data, Recipe, Stage, Start
+from focus_attn.training.sensitivity import layer_sensitivity
+from focus_attn.training.starts import start_routers
+from focus_attn.training.step import StepOptions, StepResult, training_step
+
+if TYPE_CHECKING:
+    from focus_attn.training.loop import TrainedRun, train
 
 __all__ = [
     "CoverageFit",
+    "Data",
     "FarAttention",
     "LayerFit",
+    "Recipe",
+    "Stage",
+    "Start",
+    "StepOptions",
+    "StepResult",
+    "TrainedRun",
+    "collapsed_routers",
     "coverage_loss",
     "far_attention",
     "fit_coverage",
+    "group_dominance",
+    "layer_sensitivity",
+    "nudge_bias",
+    "probe_groups",
+    "stability",
+    "start_routers",
+    "train",
+    "training_step",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The loop brings transformers' Trainer with it, which takes seconds to import: only for those who train."""
+    if name in ("TrainedRun", "train"):
+        from focus_attn.training import loop
+
+        return getattr(loop, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

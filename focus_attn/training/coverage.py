@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from focus_attn.config import FocusConfig
-from focus_attn.layer import AttentionInputs
-from focus_attn.training.layer_fit import LayerFit, LayerTrainer, Observation
+from focus_attn.training.balance import routed_layers
+from focus_attn.training.layer_fit import LayerFit, LayersTrainer, ObservedLayer
+from focus_attn.training.observe import Progress, check_blocks, observe_layers
+from focus_attn.training.sensitivity import share_budget
+from focus_attn.training.start_layer import LayerStart, start_layer
 
 if TYPE_CHECKING:
     from focus_attn.model import FocusModel
 
-Progress = Callable[[str, int, int], None]  # what, done, of how many
+# Fitted together on a GPU: enough to fill it, few enough for what they are fitted to to fit into memory beside them.
+LAYERS_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -52,10 +56,12 @@ def fit_coverage(
     budget: float = 0.29,
     queries: int = 128,
     learning_rate: float = 2e-3,
+    start: LayerStart | None = "spectral",
+    sensitivity: Tensor | None = None,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> CoverageFit:
-    """Fit the active adapter's routers to the frozen model's own attention. They start anew from `seed`.
+    """Fit the active adapter's routers to the frozen model's own attention.
 
     The dense model runs once over every block; for each routed layer its hidden states, its keys and `queries` of its
     queries are kept (in the model's dtype: about 3 MB a layer and block of 2,048 tokens for the embedded default in
@@ -66,62 +72,61 @@ def fit_coverage(
 
     Args:
         token_blocks: [N, T] ids, no padding, T well above the window.
-        budget: the share of all causal pairs to keep at length T, window and sinks included. It is aimed at, not
-            enforced: measure what is kept (`record_stats`).
+        budget: the share of all causal pairs to keep at length T, window and sinks included, mean over the routed
+            layers. It is aimed at, not enforced: measure what is kept (`record_stats`).
         queries: how many query positions of each block teach.
+        start: where the routers start: "spectral", "pca_kmeans" or "random", as in `start_routers`; None: where they
+            are. On the embedded default, spectral ends at a lower perplexity with fewer pairs than random.
+        sensitivity: [routed layers] what each layer's far attention is worth, as `layer_sensitivity` measures it: the
+            budget is then shared accordingly. By default all layers have the same; on the embedded default sharing
+            helped a random start and made no difference to the spectral one.
         progress: called with what is being done, how much of it is done, and how much there is.
     """
     config = model.focus_config
-    _check(token_blocks, config, steps=steps, queries=queries)
+    check_blocks(token_blocks, config)
+    for name, value in (("steps", steps), ("queries", queries)):
+        if value < 1:
+            raise ValueError(f"`{name}` must be at least 1, got {value}")
     far_budget = _far_budget(budget, token_blocks.shape[1], config)
-    routers = {layer.spec.layer_idx: layer.router for layer in model.focus_layers() if layer.router is not None}
+    routed = routed_layers(model)
+    budgets = [far_budget] * len(routed) if sensitivity is None else share_budget(far_budget, sensitivity)
+    if len(budgets) != len(routed):
+        raise ValueError(f"`sensitivity` has {len(budgets)} layers, the model {len(routed)} that are routed")
 
-    start = time.perf_counter()
-    seen = _observe(model, token_blocks, queries, seed, progress)
-    trainers = [
-        LayerTrainer(layer_idx, routers[layer_idx], seen[layer_idx], steps, learning_rate, seed)
-        for layer_idx in sorted(routers)
-    ]
-    layers: list[LayerFit] = []
-    with _one_thread_each(next(model.parameters()).device) as pool:
-        for layer in pool.map(lambda trainer: trainer.run(far_budget), trainers):
-            layers.append(layer)
+    began = time.perf_counter()
+    seen = observe_layers(model, token_blocks, queries, seed, progress)
+    layers = [ObservedLayer(layer_idx, router, seen[layer_idx]) for layer_idx, router in routed]
+    far_budgets = dict(zip((layer.layer_idx for layer in layers), budgets, strict=True))
+    device = next(model.parameters()).device
+
+    def fit(together: list[ObservedLayer]) -> list[LayerFit]:
+        for layer in together:
+            if start is not None:
+                start_layer(layer.router, layer.seen, start, seed * 100_003 + layer.layer_idx)
+        trainer = LayersTrainer(together, steps, learning_rate, seed)
+        return trainer.run([far_budgets[layer.layer_idx] for layer in together])
+
+    fitted: list[LayerFit] = []
+    with _workers(device) as pool:
+        for some in pool.map(fit, _fitted_together(layers, LAYERS_AT_ONCE if device.type == "cuda" else 1)):
+            fitted += some
             if progress:
-                progress("fitting the routers", len(layers), len(trainers))
+                progress("fitting the routers", len(fitted), len(layers))
     blocks, length = token_blocks.shape
     memory = sum(one.nbytes for observations in seen.values() for one in observations)
-    return CoverageFit(layers, blocks, length, steps, budget, time.perf_counter() - start, memory)
+    return CoverageFit(sorted(fitted), blocks, length, steps, budget, time.perf_counter() - began, memory)
 
 
-def _observe(
-    model: FocusModel, token_blocks: Tensor, queries: int, seed: int, progress: Progress | None
-) -> dict[int, list[Observation]]:
-    window = model.focus_config.window
-    generator = torch.Generator().manual_seed(seed)
-    device = next(model.parameters()).device
-    observations: dict[int, list[Observation]] = {}
-    positions = torch.empty(0)
-
-    def keep(inputs: AttentionInputs) -> None:
-        # Of q only the sampled positions are needed, of v only its length.
-        lengths = inputs.v.float().norm(dim=-1, keepdim=True)
-        slim = dataclasses.replace(inputs, q=inputs.q[:, :, positions].clone(), v=lengths)
-        observations.setdefault(inputs.layer_idx, []).append(Observation(slim, positions))
-
-    decoder = model.base_model.get_decoder()  # type: ignore[operator]
-    with torch.no_grad(), model.observe_attention(keep):
-        for done, block in enumerate(token_blocks, start=1):
-            past_window = torch.randperm(len(block) - window - 1, generator=generator)[:queries] + window + 1
-            positions = past_window.sort().values.to(device)
-            decoder(input_ids=block[None].to(device), use_cache=False)
-            if progress:
-                progress("observing the dense model", done, len(token_blocks))
-    return observations
+def _fitted_together(layers: list[ObservedLayer], most: int) -> Iterator[list[ObservedLayer]]:
+    for _, alike in groupby(sorted(layers, key=lambda layer: str(layer.shape)), key=lambda layer: layer.shape):
+        same = list(alike)
+        for start in range(0, len(same), most):
+            yield same[start : start + most]
 
 
 @contextmanager
-def _one_thread_each(device: torch.device) -> Iterator[ThreadPoolExecutor]:
-    """Layers are independent and their operations small: on the CPU one layer a thread beats many threads a layer."""
+def _workers(device: torch.device) -> Iterator[ThreadPoolExecutor]:
+    """On the CPU one layer a thread beats many threads a layer: layers are independent and their operations small."""
     threads = torch.get_num_threads()
     workers = threads if device.type == "cpu" else 1
     initializer = (lambda: torch.set_num_threads(1)) if device.type == "cpu" else None
@@ -130,21 +135,6 @@ def _one_thread_each(device: torch.device) -> Iterator[ThreadPoolExecutor]:
             yield pool
     finally:
         torch.set_num_threads(threads)
-
-
-def _check(token_blocks: Tensor, config: FocusConfig, **sizes: int) -> None:
-    if token_blocks.dim() != 2 or token_blocks.is_floating_point():
-        raise ValueError(f"`token_blocks` must be [blocks, tokens] ids, got {list(token_blocks.shape)}")
-    blocks, length = token_blocks.shape
-    least = 2 * (config.window + config.num_sinks)
-    if blocks == 0 or length < least:
-        raise ValueError(
-            f"`token_blocks` of shape {list(token_blocks.shape)} is too small to fit on: at least one block, and at "
-            f"least {least} tokens (twice the window and the sinks)"
-        )
-    for name, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"`{name}` must be at least 1, got {value}")
 
 
 def _far_budget(budget: float, length: int, config: FocusConfig) -> float:

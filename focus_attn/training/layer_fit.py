@@ -1,23 +1,25 @@
-"""One layer's routers, fitted by Adam to the coverage objective."""
+"""The routers of a few layers of like shape, fitted together by Adam to the coverage objective.
+
+Layers are independent; together they make products that are large enough for a GPU.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from focus_attn.layer import AttentionInputs
-from focus_attn.router import Router, normalise
-from focus_attn.training.objectives import FarAttention, coverage_loss, covered, far_attention, far_pairs_kept
+from focus_attn.router import Router
+from focus_attn.training.objectives import FarAttention, coverage_loss, covered, far_pairs_kept
+from focus_attn.training.observe import Observation
 
 START_TEMPERATURE, END_TEMPERATURE = 1.0, 0.2
 # Hard ids keep somewhat more pairs than the soft assignments that the objective counts.
 HARD_OVERSHOOT = 1.03
 
-Lesson = tuple[Tensor, FarAttention]  # normalised hidden states [T, d], the attention to cover
+Lesson = tuple[Tensor, FarAttention]  # normalised hidden states [L, T, d], the attention of L * R routers to cover
 
 
 class LayerFit(NamedTuple):
@@ -32,83 +34,91 @@ class LayerFit(NamedTuple):
     far_pairs_kept: float
 
 
-@dataclass(frozen=True)
-class Observation:
-    """One layer and one block: what the fit keeps of it."""
-
-    inputs: AttentionInputs  # q: the sampled queries alone; v: its lengths alone
-    positions: Tensor  # [n] of the sampled queries
+class ObservedLayer(NamedTuple):
+    layer_idx: int
+    router: Router
+    seen: list[Observation]
 
     @property
-    def nbytes(self) -> int:
-        return sum(x.nbytes for x in (self.inputs.hidden, self.inputs.q, self.inputs.k, self.inputs.v) if x is not None)
+    def shape(self) -> tuple[int | None, ...]:
+        """Layers that agree in it can be fitted together."""
+        inputs = self.seen[0].inputs
+        return (self.router.num_routers, self.router.hidden_size, inputs.q.shape[1], inputs.sliding_window)
 
 
-class LayerTrainer:
-    """Fits one layer's router."""
+class LayersTrainer:
+    """Fits the routers of layers of one shape, from where they are."""
 
-    def __init__(
-        self, layer_idx: int, router: Router, seen: list[Observation], steps: int, learning_rate: float, seed: int
-    ) -> None:
-        self.layer_idx, self.router, self.seen = layer_idx, router, seen
-        self.steps, self.learning_rate = steps, learning_rate
-        generator = torch.Generator().manual_seed(seed * 100_003 + layer_idx)
-        router.reset_parameters(generator)  # ours: the fit must not depend on what ran before it
-        self.order = torch.randperm(len(seen), generator=generator).tolist()
-        parameters = [router.projection, router.centroids]
-        self.optimizer = torch.optim.Adam(parameters, lr=learning_rate, betas=(0.9, 0.99))
+    def __init__(self, layers: list[ObservedLayer], steps: int, learning_rate: float, seed: int) -> None:
+        self.layers, self.steps, self.learning_rate = layers, steps, learning_rate
+        self.config = layers[0].router.config
+        generator = torch.Generator().manual_seed(seed * 100_003 + layers[0].layer_idx)
+        self.order = torch.randperm(len(layers[0].seen), generator=generator).tolist()
+        routers = [layer.router for layer in layers]
+        self.projection, self.centroids = (
+            torch.stack([getattr(router, name).detach() for router in routers]).requires_grad_()
+            for name in ("projection", "centroids")
+        )
+        self.bias = torch.stack([router.bias for router in routers])
+        self.optimizer = torch.optim.Adam([self.projection, self.centroids], lr=learning_rate, betas=(0.9, 0.99))
 
-    def run(self, far_budget: float) -> LayerFit:
-        """Train, keeping at most `far_budget` of the far pairs, and measure."""
+    def run(self, far_budgets: list[float]) -> list[LayerFit]:
+        """Train, keeping at most this share of each layer's far pairs, and measure."""
         # Made only now: for all layers at once they would take several times the memory of what was seen.
-        lessons = [self._lesson(observation) for observation in self.seen]
+        lessons = [self._lesson(block) for block in range(len(self.layers[0].seen))]
+        routers = self.layers[0].router.num_routers
+        budgets = torch.tensor(far_budgets, device=self.bias.device).repeat_interleave(routers) / HARD_OVERSHOOT
         with torch.enable_grad():
             for step in range(self.steps):
                 hidden, attention = lessons[self.order[step % len(lessons)]]
-                self._step(step / self.steps, hidden, attention, far_budget / HARD_OVERSHOOT)
-        return self._measure(lessons)
+                self._step(step / self.steps, hidden, attention, budgets)
+        with torch.no_grad():
+            for index, layer in enumerate(self.layers):
+                layer.router.projection.copy_(self.projection[index])
+                layer.router.centroids.copy_(self.centroids[index])
+            return self._measure(lessons)
 
-    def _lesson(self, seen: Observation) -> Lesson:
-        config = self.router.config
-        assert seen.inputs.hidden is not None
-        attention = far_attention(seen.inputs, seen.positions, self.router.num_routers, config.window, config.num_sinks)
-        hidden = seen.inputs.hidden[0]
-        return normalise(hidden).to(hidden.dtype), attention  # the fit's products then run at the model's speed
+    def _lesson(self, block: int) -> Lesson:
+        seen = [layer.seen[block] for layer in self.layers]
+        parts = [one.attention(layer.router) for one, layer in zip(seen, self.layers, strict=True)]
+        attention = parts[0]._replace(
+            far=torch.cat([part.far for part in parts]), near=torch.cat([part.near for part in parts])
+        )
+        return torch.stack([one.hidden for one in seen]), attention
 
-    def _step(self, progress: float, hidden: Tensor, attention: FarAttention, far_budget: float) -> None:
+    def _step(self, progress: float, hidden: Tensor, attention: FarAttention, budgets: Tensor) -> None:
         temperature = START_TEMPERATURE * (END_TEMPERATURE / START_TEMPERATURE) ** progress
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate * max(0.05, 0.5 * (1 + math.cos(math.pi * progress)))
         query, key = (
-            (k * (side / temperature).softmax(1)).clamp_max(1.0)  # [R, K, T]
+            (k * (side / temperature).softmax(1)).clamp_max(1.0)  # [L * R, K, T]
             for k, side in self._sides(hidden)
         )
-        loss = coverage_loss(attention, query[..., attention.positions], key, far_budget)
+        loss = coverage_loss(attention, query[..., attention.positions], key, budgets)
         self.optimizer.zero_grad()
         loss.sum().backward()
         self.optimizer.step()
 
-    @torch.no_grad()
-    def _measure(self, lessons: list[Lesson]) -> LayerFit:
-        self.optimizer.zero_grad()
-        kept, nearby, pairs = [], [], []
+    def _measure(self, lessons: list[Lesson]) -> list[LayerFit]:
+        """By layer; what comes from the device comes at once."""
+        measured = []
         for hidden, attention in lessons:
             query, key = (
                 torch.zeros_like(side).scatter_(1, side.topk(k, dim=1).indices, 1.0) for k, side in self._sides(hidden)
             )
             query = query[..., attention.positions]
-            kept.append(covered(attention, query, key).clamp(0, 1).mean())
-            nearby.append(attention.near.mean())
-            pairs.append(far_pairs_kept(attention, query, key).mean())
-        covered_all, covered_nearby, kept_pairs = (torch.stack(x).mean().item() for x in (kept, nearby, pairs))
-        return LayerFit(self.layer_idx, covered_all, covered_nearby, kept_pairs)
+            kept = covered(attention, query, key).clamp(0, 1).mean((1, 2))
+            measured.append(torch.stack([kept, attention.near.mean((1, 2)), far_pairs_kept(attention, query, key)]))
+        by_layer = torch.stack(measured).mean(0).unflatten(1, (len(self.layers), -1)).mean(-1).T.tolist()
+        return [LayerFit(layer.layer_idx, *values) for layer, values in zip(self.layers, by_layer, strict=True)]
 
     def _sides(self, normalised: Tensor) -> list[tuple[int, Tensor]]:
-        """(query_top_k, query scores), (key_top_k, key scores): `Router.scores` laid out for the fit, [R, K, T], for
+        """(query_top_k, query scores), (key_top_k, key scores): `Router.scores` laid out for the fit, [L * R, K, T]:
         softmax over groups is fast where tokens are last."""
-        router = self.router
-        weight = router.projection.permute(2, 0, 1, 3).flatten(1)
+        layers, sides, routers, width, dim = self.projection.shape
+        weight = self.projection.permute(0, 3, 1, 2, 4).reshape(layers, width, -1)
         z = (normalised @ weight.to(normalised.dtype)).float()
-        z = z.unflatten(-1, (router.num_sides, router.num_routers, -1)).permute(1, 2, 3, 0)
-        scores = router.centroids @ z + router.bias[..., None]
-        return [(router.config.query_top_k, scores[0]), (router.config.key_top_k, scores[-1])]
+        z = z.unflatten(-1, (sides, routers, dim)).permute(2, 0, 3, 4, 1)  # [S, L, R, w, T]
+        scores = self.centroids.transpose(0, 1) @ z + self.bias.transpose(0, 1)[..., None]
+        scores = scores.flatten(1, 2)
+        return [(self.config.query_top_k, scores[0]), (self.config.key_top_k, scores[-1])]

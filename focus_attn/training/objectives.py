@@ -87,11 +87,11 @@ def far_pairs_kept(attention: FarAttention, query: Tensor, key: Tensor) -> Tenso
     return (query * reached).sum((1, 2)) / (attention.last - attention.first).sum().clamp_min(1)
 
 
-def coverage_loss(attention: FarAttention, query: Tensor, key: Tensor, budget: float) -> Tensor:
+def coverage_loss(attention: FarAttention, query: Tensor, key: Tensor, budget: float | Tensor) -> Tensor:
     """Mean -log of the covered attention, plus what it costs to keep more than `budget` of the far pairs, [R].
 
     The cost is quadratic above the budget and nothing below it. A price on every pair would drive a router to the
-    corner where no query and no key share a group, which has no gradient to leave it by.
+    corner where no query and no key share a group, which has no gradient to leave it by. budget: one, or [R].
     """
     missed = -covered(attention, query, key).clamp(1e-4, 1.0).log().mean((1, 2))
     excess = (far_pairs_kept(attention, query, key) / budget - 1).clamp_min(0)

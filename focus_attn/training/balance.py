@@ -1,0 +1,70 @@
+"""Keeping the groups alive and of like size: a target, a cap, and a bias that moves against the load.
+
+The target and the cap are terms of the loss. The bias moves after the optimiser's step, never inside a forward:
+checkpointing runs a forward twice, and a step may be made of several forwards on several machines.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from focus_attn.router import Router, Routing, sinkhorn
+from focus_attn.visibility import memberships
+
+if TYPE_CHECKING:
+    from focus_attn.model import FocusModel
+
+
+def routed_layers(model: FocusModel) -> list[tuple[int, Router]]:
+    """(layer index, router) of the layers that the active adapter routes, in order: the rows of `loads`."""
+    layers = ((layer.spec.layer_idx, layer.router) for layer in model.focus_layers())
+    return sorted(((index, router) for index, router in layers if router is not None), key=lambda pair: pair[0])
+
+
+def key_loads(routing: Routing, real: Tensor) -> Tensor:
+    """How many tokens belong to each group, [R, K] int64."""
+    return (memberships(routing.key_groups, routing.key_scores.shape[-1]) & real[:, None, :, None]).sum((0, 2))
+
+
+def sinkhorn_divergence(scores: Tensor, real: Tensor, temperature: float, iterations: int) -> Tensor:
+    """KL from the balanced assignment of the batch to the router's own, mean over tokens and routers; 0 when balanced.
+
+    The balanced one is Sinkhorn's, over all tokens of the batch together, and is a target: no gradient goes through it.
+    scores [B, R, T, K].
+    """
+    log_p = (scores / temperature).log_softmax(-1)
+    tokens = (scores.detach() / temperature).transpose(0, 1).flatten(1, 2)[None]  # [1, R, B * T, K]
+    target = sinkhorn(tokens, iterations, real.flatten()[None])[0].unflatten(1, (scores.shape[0], -1)).transpose(0, 1)
+    divergence = (target.exp() * (target - log_p)).sum(-1) * real[:, None]
+    return divergence.sum() / (real.sum().clamp_min(1) * scores.shape[1])
+
+
+def overfull(key: Tensor, real: Tensor, largest_group: float) -> Tensor:
+    """How far the key groups stand above the cap, relative to it: summed over groups, mean over routers.
+
+    key [B, R, T, K]: straight-through assignments, so that this counts what is served.
+    """
+    members = (key * real[:, None, :, None]).sum((0, 2))  # [R, K]
+    share = members / members.detach().sum(-1, keepdim=True).clamp_min(1)
+    return (share / largest_group - 1).clamp_min(0).sum(-1).mean()
+
+
+@torch.no_grad()
+def nudge_bias(model: FocusModel, loads: Tensor, rate: float) -> None:
+    """Move each key group's bias against its load: down by `rate` at twice the fair share or more, up by `rate` when
+    the group is empty, in proportion between. loads [layers, R, K] as `StepResult` has them, summed over what
+    made up one optimiser step."""
+    layers = routed_layers(model)
+    if loads.dim() != 3 or len(loads) != len(layers):
+        raise ValueError(
+            f"`loads` must be [layers, routers, groups] for the {len(layers)} routed layers, got {list(loads.shape)}"
+        )
+    for (_, router), load in zip(layers, loads, strict=True):
+        load = load[: router.num_routers].to(router.bias)
+        groups = load.shape[-1]
+        over = groups * load / load.sum(-1, keepdim=True).clamp_min(1) - 1
+        move = rate * over.clamp_max(1.0)
+        router.bias[-1] -= move - move.mean(-1, keepdim=True)  # a shift of all groups alike would say nothing

@@ -1,0 +1,89 @@
+"""`focus train`."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def train(
+    recipe: Annotated[Path, typer.Argument(help="A YAML file, such as those in recipes/.")],
+    text: Annotated[
+        str | None, typer.Option(help="A .txt, .md or .jsonl file, a folder of them, or hub:owner/name.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A Hugging Face model's name or folder. By default the embedded one.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for the adapter, checkpoints and logs; default: runs/<name>.")
+    ] = None,
+    resume: Annotated[bool, typer.Option(help="Go on from the last checkpoint there; --no-resume starts anew.")] = True,
+    time_limit: Annotated[
+        float | None, typer.Option(min=0.001, help="Minutes after which to stop, with a checkpoint and the adapter.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None,
+) -> None:
+    """Train Focus on a model as a recipe says, and save the adapter.
+
+    Ctrl-C stops with a checkpoint. After that, or a crash, the same command goes on where it was. Several GPUs:
+    torchrun --nproc_per_node 8 -m focus_attn.cli train RECIPE.yaml; docs/training.md says more.
+    """
+    from rich.console import Console
+
+    from focus_attn.bench.record import write_json
+    from focus_attn.report.terminal import StageBars
+    from focus_attn.training import loop
+    from focus_attn.training.distributed import leave_processes, rank
+    from focus_attn.training.recipe import Recipe
+
+    chosen = Recipe.from_yaml(recipe)
+    chosen = dataclasses.replace(chosen, model=model or chosen.model)
+    source = text or chosen.data.text
+    if source is None:
+        raise ValueError(f"{str(recipe)!r} names no text (`data: {{text: ...}}`): give --text FILE_OR_FOLDER")
+    if json_file is not None and not json_file.parent.is_dir():
+        raise ValueError(f"the folder of {str(json_file)!r} does not exist: create it or choose another place")
+    base, tokenizer = load_base(chosen)
+    console = Console()
+    try:
+        with StageBars(console) as bars:
+            result = loop.train(
+                base,
+                source,
+                chosen,
+                tokenizer=tokenizer,
+                output=output or Path("runs") / chosen.name,
+                resume=resume,
+                device=device,
+                time_limit=None if time_limit is None else 60 * time_limit,
+                log=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True),
+                progress=bars,
+            )
+        if json_file is not None and rank() == 0:
+            write_json(json_file, {"recipe": chosen.to_dict(), **result.to_dict()})
+    finally:
+        leave_processes()
+
+
+def load_base(recipe: Any) -> tuple[Any, Any]:
+    """The model that a recipe names, with its own weights or fresh ones, and its tokenizer."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from focus_attn.zoo import default_model_folder, load_default_model, quiet_transformers
+
+    if recipe.model is None and not recipe.fresh_weights:
+        return load_default_model()
+    name = str(default_model_folder()) if recipe.model is None else recipe.model
+    local = {"local_files_only": Path(name).is_dir()}
+    with quiet_transformers():
+        tokenizer = AutoTokenizer.from_pretrained(name, **local)
+        if not recipe.fresh_weights:
+            return AutoModelForCausalLM.from_pretrained(name, dtype="auto", **local), tokenizer
+        torch.manual_seed(recipe.seed)
+        config = AutoConfig.from_pretrained(name, **local)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32), tokenizer

@@ -1,0 +1,352 @@
+"""Text to token ids, once: files, folders, JSONL, hub datasets, or what a program has at hand.
+
+Ids are kept in the cache folder under a digest of the text and the tokenizer, so that a second run reads them back. A
+document's ids carry no special tokens: blocks are cut from its middle, where a model sees none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from filelock import FileLock
+from torch import Tensor
+
+from focus_attn.text import SUFFIXES, default_text, read_text
+from focus_attn.training.recipe import Data
+from focus_attn.zoo import cache_folder
+
+FORMAT = 1  # raised when what is written below changes
+IDS, OFFSETS, META = "ids.bin", "offsets.bin", "meta.json"
+HUB, BUILTIN = "hub:", "builtin"
+DOCUMENTS_AT_ONCE = 64
+
+Progress = Callable[[str, int, int], None]  # what, done, of how many
+
+
+@dataclass(frozen=True)
+class TokenStore:
+    """Token ids of documents."""
+
+    ids: np.ndarray  # [tokens], perhaps on disk
+    documents: np.ndarray  # [documents, 2]: each is ids[first:last]
+    digest: str
+    name: str
+
+    @property
+    def tokens(self) -> int:
+        return int(self._lengths.sum())
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return int(self._lengths.max())
+
+    @property
+    def _lengths(self) -> np.ndarray:
+        return self.documents[:, 1] - self.documents[:, 0]
+
+    def split_off(self, length: int, blocks: int) -> tuple[TokenStore, TokenStore]:
+        """What is left, and up to this many blocks of `length` tokens from the ends of the last documents that have
+        one: at most a quarter of the tokens. Of such a document only what still makes a block is left."""
+        blocks = min(blocks, self.tokens // 4 // length)
+        left, taken = [], []
+        for first, last in self.documents[::-1].tolist():
+            cut = last - length * min((last - first) // length, blocks)
+            blocks -= (last - cut) // length
+            if cut < last:
+                taken.append((cut, last))
+            if cut == last or cut - first >= length:
+                left.append((first, cut))
+        parts = (np.array(part[::-1], dtype=np.int64).reshape(-1, 2) for part in (left, taken))
+        rest, aside = (dataclasses.replace(self, documents=part) for part in parts)
+        return rest, aside
+
+
+def open_tokens(
+    source: Any, tokenizer: Any, data: Data, *, limit: int | None = None, progress: Progress | None = None
+) -> TokenStore:
+    """The tokens of `source`.
+
+    Args:
+        source: a path, "hub:owner/name[:split[:subset]]", "builtin", a list of texts, a `datasets.Dataset`, or ids: a
+            tensor ([tokens], or one document a row), a list of ids, or a list of such lists.
+        limit: stop reading a hub dataset after about this many tokens.
+    """
+    if isinstance(source, (str, Path)):
+        return _from_name(str(source), tokenizer, data, limit, progress)
+    if hasattr(source, "column_names"):
+        return _from_dataset(source, tokenizer, data, limit, progress)
+    if isinstance(source, (Tensor, np.ndarray)):
+        rows = torch.as_tensor(source)
+        if rows.dim() not in (1, 2) or rows.is_floating_point() or rows.numel() == 0:
+            raise ValueError(f"token ids must be integers [tokens] or [documents, tokens], got {list(rows.shape)}")
+        return _in_memory(list(rows[None] if rows.dim() == 1 else rows))
+    if not isinstance(source, Sequence):
+        raise TypeError(
+            f"cannot train on a {type(source).__name__}: give a path, 'hub:owner/name', a list of texts or of ids, a "
+            "tensor of ids, or a datasets.Dataset"
+        )
+    if not len(source):
+        raise ValueError("there is nothing to train on: the list is empty")
+    if isinstance(source[0], str):
+        digest = _digest(text.encode() for text in source)
+        return _cached("texts given in Python", digest, source, tokenizer, None, progress)
+    if isinstance(source[0], int):
+        source = [source]
+    return _in_memory([torch.as_tensor(row) for row in source])
+
+
+def check_vocabulary(store: TokenStore, tokenizer: Any, vocabulary: int) -> None:
+    """ValueError unless the ids are ones that the model knows."""
+    if tokenizer is not None:
+        known = len(tokenizer)
+        if known > vocabulary or known < vocabulary // 2:
+            raise ValueError(
+                f"the tokenizer has {known:,} tokens, the model {vocabulary:,}: they do not belong together; "
+                "load the tokenizer of this model"
+            )
+    largest = int(np.max(store.ids))
+    if largest >= vocabulary:
+        raise ValueError(
+            f"the text has the token id {largest:,}, the model knows {vocabulary:,} tokens: it was tokenised for "
+            "another model"
+        )
+
+
+def read_documents(path: Path, field: str) -> Iterator[str]:
+    """The texts of a file or of every file below a folder, in the order of their names; JSONL line by line."""
+    for file in _files(path):
+        if file.suffix == ".jsonl":
+            yield from _jsonl(file, field)
+        elif file.stat().st_size:
+            yield from read_text(file)
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+        if not files:
+            raise ValueError(f"no {', '.join(SUFFIXES)} file below the folder {str(path)!r}")
+        return files
+    if not path.is_file():
+        raise ValueError(
+            f"no such file or folder: {str(path)!r} (a dataset of the Hugging Face Hub is written "
+            f"{HUB}owner/name, and text itself is given as a list of documents)"
+        )
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"{str(path)!r} is not one of the kinds that can be read: {', '.join(SUFFIXES)}")
+    return [path]
+
+
+def _jsonl(file: Path, field: str) -> Iterator[str]:
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"line {number} of {str(file)!r} is not JSON: {error.msg}") from None
+            yield _field(record, field, f"line {number} of {str(file)!r}")
+
+
+def _field(record: Any, field: str, where: str) -> str:
+    if isinstance(record, dict) and isinstance(record.get(field), str):
+        return record[field]
+    names = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+    raise ValueError(f"{where} has no string field {field!r} (it has: {names}); name it with `data.field`")
+
+
+def _from_name(name: str, tokenizer: Any, data: Data, limit: int | None, progress: Progress | None) -> TokenStore:
+    if name == BUILTIN:
+        documents = default_text().train
+        return _cached(name, _digest(text.encode() for text in documents), documents, tokenizer, None, progress)
+    if name.startswith(HUB):
+        described = f"{name} {data.field} {limit}"
+        return _cached(name, _digest([described.encode()]), _hub_rows(name, data), tokenizer, limit, progress)
+    path = Path(name).expanduser()
+    contents = (part for file in _files(path) for part in (file.suffix.encode(), *_parts(file)))
+    digest = _digest([data.field.encode(), *contents])
+    return _cached(str(path), digest, read_documents(path, data.field), tokenizer, None, progress)
+
+
+def _parts(file: Path) -> Iterator[bytes]:
+    with file.open("rb") as content:
+        while part := content.read(1 << 24):
+            yield part
+
+
+def _hub_rows(name: str, data: Data) -> Iterator[str]:
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise ImportError("datasets of the Hugging Face Hub need: pip install 'focus-attn[train]'") from None
+    dataset, split, subset, *more = [*name.removeprefix(HUB).split(":"), "", ""]
+    if not dataset or len(more) > 2:
+        raise ValueError(f"a dataset of the hub is written {HUB}owner/name[:split[:subset]], got {name!r}")
+    return _rows(name, lambda: load_dataset(dataset, subset or None, split=split or "train", streaming=True), data)
+
+
+def _rows(name: str, load: Callable[[], Iterable[Any]], data: Data) -> Iterator[str]:
+    """The texts of a dataset. However the transfer fails, it is one sentence."""
+    read = 0
+    try:
+        for row in load():
+            yield _field(row, data.field, name)
+            read += 1
+    except (ValueError, GeneratorExit):  # of ours, or of `datasets` about what was asked for
+        raise
+    except Exception as error:  # one of many: offline, no such dataset, a broken connection
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise OSError(
+            f"reading {name} stopped after {read:,} documents ({reason}): nothing was kept; look at the connection and "
+            "start the same command again"
+        ) from error
+
+
+def _from_dataset(dataset: Any, tokenizer: Any, data: Data, limit: int | None, progress: Progress | None) -> TokenStore:
+    columns = dataset.column_names or []
+    if "input_ids" in columns:
+        return _in_memory([torch.as_tensor(row["input_ids"]) for row in dataset])
+    texts = _rows("the dataset", lambda: dataset, data)
+    if not hasattr(dataset, "__len__"):  # a stream: nothing says what it will give, so there is nothing to cache by
+        return _in_memory(list(_up_to(limit, map(torch.tensor, _token_lists(texts, _needed(tokenizer))))))
+    described = f"{dataset._fingerprint} {data.field}"
+    return _cached("the dataset", _digest([described.encode()]), texts, tokenizer, None, progress)
+
+
+def _up_to(limit: int | None, rows: Iterable[Tensor]) -> Iterator[Tensor]:
+    taken = 0
+    for row in rows:
+        yield row
+        taken += len(row)
+        if limit is not None and taken >= limit:
+            return
+
+
+def _in_memory(rows: list[Tensor]) -> TokenStore:
+    rows = [row for row in rows if row.numel()]
+    if not rows:
+        raise ValueError("there is nothing to train on: no document has a token")
+    if any(row.dim() != 1 or row.is_floating_point() for row in rows):
+        raise ValueError("token ids must be flat lists of integers, one for each document")
+    ids = torch.cat([row.to(torch.int64).cpu() for row in rows]).numpy()
+    if ids.min() < 0:
+        raise ValueError(f"token ids start at 0, got {ids.min()}")
+    offsets = np.cumsum([0, *(row.numel() for row in rows)])
+    digest = _digest([ids.tobytes(), offsets.tobytes()])
+    return TokenStore(ids, _spans(offsets), digest, "token ids given in Python")
+
+
+def _spans(offsets: np.ndarray) -> np.ndarray:
+    """[documents + 1] where documents that touch begin and end -> [documents, 2]."""
+    return np.stack([offsets[:-1], offsets[1:]], axis=1)
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    whole = hashlib.sha256()
+    for part in parts:
+        whole.update(len(part).to_bytes(8, "little"))
+        whole.update(part)
+    return whole.hexdigest()
+
+
+def _needed(tokenizer: Any) -> Any:
+    if tokenizer is None:
+        raise ValueError("text must be tokenised: pass `tokenizer=`, or give token ids instead of text")
+    return tokenizer
+
+
+def _tokenizer_fingerprint(tokenizer: Any) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    described = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    return _digest([type(tokenizer).__name__.encode(), described.encode()])
+
+
+def _cached(
+    name: str,
+    digest: str,
+    documents: Iterable[str],
+    tokenizer: Any,
+    limit: int | None,
+    progress: Progress | None,
+) -> TokenStore:
+    """The store of these documents, made now unless it is there. Of several processes one makes it."""
+    digest = _digest([digest.encode(), _tokenizer_fingerprint(_needed(tokenizer)).encode(), str(FORMAT).encode()])
+    folder = cache_folder() / "tokens" / digest[:32]
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if not _is_whole(folder):
+                _tokenise(documents, tokenizer, folder, name, limit, progress)
+            return _read(folder, digest, name)
+    except OSError as error:
+        if error.errno is None:  # a sentence already
+            raise
+        raise OSError(
+            f"cannot keep the tokens of {name} in {str(folder.parent)!r} ({error.strerror}): set the environment "
+            "variable FOCUS_CACHE to a writable folder with enough space"
+        ) from error
+
+
+def _tokenise(
+    documents: Iterable[str], tokenizer: Any, folder: Path, name: str, limit: int | None, progress: Progress | None
+) -> None:
+    kind = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
+    partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.partial-", dir=folder.parent))
+    try:
+        offsets = [0]
+        with (partial / IDS).open("wb") as file:
+            for ids in _token_lists(documents, tokenizer):
+                np.asarray(ids, dtype=kind).tofile(file)
+                offsets.append(offsets[-1] + len(ids))
+                if progress:
+                    done = min(offsets[-1], limit or offsets[-1])
+                    progress("tokenising", done, limit or done + 1)
+                if limit is not None and offsets[-1] >= limit:
+                    break
+        if offsets[-1] == 0:
+            raise ValueError(f"{name} holds no text")
+        if progress:
+            progress("tokenising", offsets[-1], offsets[-1])
+        np.asarray(offsets, dtype=np.int64).tofile(partial / OFFSETS)
+        meta = {"name": name, "dtype": np.dtype(kind).name, "tokens": offsets[-1], "documents": len(offsets) - 1}
+        (partial / META).write_text(json.dumps(meta), encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _token_lists(documents: Iterable[str], tokenizer: Any) -> Iterator[list[int]]:
+    texts = (text for text in documents if text.strip())
+    while batch := list(islice(texts, DOCUMENTS_AT_ONCE)):
+        yield from tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        meta = json.loads((folder / META).read_text(encoding="utf-8"))
+        width = np.dtype(meta["dtype"]).itemsize
+        sizes = {IDS: meta["tokens"] * width, OFFSETS: (meta["documents"] + 1) * 8}
+        return all((folder / file).stat().st_size == size for file, size in sizes.items())
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _read(folder: Path, digest: str, name: str) -> TokenStore:
+    meta = json.loads((folder / META).read_text(encoding="utf-8"))
+    ids = np.memmap(folder / IDS, dtype=meta["dtype"], mode="r")
+    return TokenStore(ids, _spans(np.fromfile(folder / OFFSETS, dtype=np.int64)), digest, name)

@@ -1,0 +1,386 @@
+"""`train`: a recipe carried out on a model and a text, from the start of the routers to the saved adapter."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from focus_attn.evaluation.perplexity import Perplexity
+from focus_attn.hf import text_config
+from focus_attn.model import FocusModel, get_focus_model
+from focus_attn.training.blocks import Blocks, ShuffledBlocks, cut_blocks
+from focus_attn.training.callbacks import duration
+from focus_attn.training.checkpoint import FOLDER, Checkpoint, Position, base_parameters, checkpoints, load_weights
+from focus_attn.training.data import TokenStore, check_vocabulary, open_tokens
+from focus_attn.training.distributed import (
+    copy_routers_from_main,
+    from_main,
+    join_processes,
+    rank,
+    shard_base,
+    whole,
+    world_size,
+)
+from focus_attn.training.estimate import estimate_memory
+from focus_attn.training.recipe import Recipe, Stage
+from focus_attn.training.starts import start_routers
+from focus_attn.training.trainer import FocusTrainer, Run
+from focus_attn.zoo import quiet_transformers
+
+Progress = Callable[[str, int, int], None]  # what, done, of how many
+
+BASE_FOLDER = "base_model"
+# What may change between a run and its continuation: it does not change what is learned.
+HARMLESS = frozenset(
+    "name model text log_every save_every evaluate_every keep_checkpoints sharding micro_batch "
+    "gradient_checkpointing".split()
+)
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """What `train` did."""
+
+    model: FocusModel
+    output: Path  # the adapter is here, and the run's record
+    finished: bool  # False: interrupted; the same call goes on
+    steps: int  # in all, earlier calls included
+    seconds: float  # of this call
+    measures: dict[str, float]  # of the last log line
+    perplexity: Perplexity | None  # of the held-out text, when it was last measured
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "finished": self.finished,
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "measures": self.measures,
+            "perplexity": None if self.perplexity is None else dataclasses.asdict(self.perplexity),
+        }
+
+
+def train(
+    model: nn.Module,
+    text_or_dataset: Any,
+    recipe: Recipe,
+    *,
+    tokenizer: Any = None,
+    output: str | Path = "focus-run",
+    resume: bool = True,
+    device: str | None = None,
+    time_limit: float | None = None,
+    callbacks: Sequence[Any] = (),
+    log: Callable[[str], None] = print,
+    progress: Progress | None = None,
+) -> TrainedRun:
+    """Train Focus's routers (and the model with them, where the recipe says so).
+
+    Run the same call again after an interruption of any kind and it goes on from the last checkpoint, to the same
+    routers as without it.
+
+    Args:
+        model: a causal LM, which gets Focus as `recipe.focus` says, or a FocusModel. It is moved to the device and to
+            the recipe's precision, and carries Focus afterwards (`result.model`), unless the call fails.
+        text_or_dataset: a path, "hub:owner/name", a list of texts, a `datasets.Dataset`, or token ids: a tensor, a
+            list, a list of lists.
+        tokenizer: the model's own; not needed for token ids.
+        output: the folder for the adapter, the checkpoints, the log (log.jsonl, TensorBoard) and the record (run.json).
+        resume: go on from the last checkpoint in `output`; False removes what is there and starts anew.
+        device: by default CUDA where there is one; of several processes each takes its own.
+        time_limit: seconds after which to stop at the end of a step, with a checkpoint and the adapter saved.
+        callbacks: transformers `TrainerCallback`s to add to every stage.
+        log: is given each line of the log.
+        progress: is called with what is being done, how much of it is done and how much there is.
+    """
+    began = time.monotonic()
+    if importlib.util.find_spec("accelerate") is None:
+        raise ImportError("training needs the package 'accelerate': pip install 'focus-attn[train]'")
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"`recipe` must be a Recipe, got {recipe!r}: read one with Recipe.from_yaml(path)")
+    if time_limit is not None and not time_limit > 0:
+        raise ValueError(f"`time_limit` must be a positive number of seconds, got {time_limit!r}")
+    place = join_processes(device)
+    focus = _with_focus(model, recipe)
+    with _given_back_on_failure(model, focus):
+        recipe = dataclasses.replace(recipe, focus=focus.focus_config)
+        _check_positions(recipe, focus)
+        shown = progress if rank() == 0 else None
+        store, held_out = _open_text(text_or_dataset, tokenizer, recipe, focus, shown)
+        stages = [_cut(store, one.length, recipe, f"stages[{index}]") for index, one in enumerate(recipe.stages)]
+        found = from_main(_find_checkpoint(Path(output), recipe, store, resume) if rank() == 0 else None)
+        _place(focus, recipe, place)
+        run = Run(
+            model=focus,
+            recipe=recipe,
+            output=Path(output),
+            device=place,
+            data_digest=store.digest,
+            held_out=held_out,
+            log=log,
+            progress=shown,
+            sharded=recipe.sharding == "fsdp" and world_size() > 1,
+            deadline=began + (time_limit or math.inf),
+        )
+        _introduce(run, store, stages)
+        position = _begin(run, store, found)
+        with _stop_on_signals(run):
+            position = _run_stages(run, stages, position, found, callbacks)
+    return _finish(run, position, time.monotonic() - began)
+
+
+@contextmanager
+def _given_back_on_failure(model: nn.Module, focus: FocusModel) -> Iterator[None]:
+    """Take Focus off again where this call put it on, so that the call can be mended and made again."""
+    try:
+        yield
+    except BaseException:
+        if focus is not model:
+            focus.unload()
+        raise
+
+
+def _begin(run: Run, store: TokenStore, found: Checkpoint | None) -> Position:
+    """The weights as the checkpoint has them, or as the recipe starts them."""
+    if found is not None:
+        load_weights(run.model, found.folder)
+        run.say(f"going on from step {found.position.total:,} of {run.recipe.steps:,} ({found.folder})")
+    if run.sharded:
+        shard_base(run.model, run.device)
+    if found is None:
+        _start(run, store)
+        run.save(Position())
+    return Position() if found is None else found.position
+
+
+def _run_stages(
+    run: Run, stages: list[Blocks], position: Position, found: Checkpoint | None, callbacks: Sequence[Any]
+) -> Position:
+    """From `position` to the end, or to an interruption. -> where that is."""
+    for index in range(position.stage, len(stages)):
+        stage = run.recipe.stages[index]
+        within = found is not None and position.stage == index and position.step > 0
+        if within and position.step == stage.steps:
+            continue
+        _freeze(run.model, stage)
+        data = ShuffledBlocks(stages[index], run.recipe.seed * 1009 + index, _sequences(stage))
+        trainer = FocusTrainer(run, index, data, [*_tensorboard(run, index), *callbacks])
+        trainer.train(resume_from_checkpoint=str(found.folder) if found is not None and within else None)
+        position = trainer.position
+        if run.interrupted:
+            break
+    return position
+
+
+def _with_focus(model: nn.Module, recipe: Recipe) -> FocusModel:
+    if not isinstance(model, FocusModel):
+        if any(hasattr(module, "focus_state") for module in model.modules()):
+            raise ValueError(
+                "this model carries Focus already, from an earlier call perhaps: give the FocusModel itself (the "
+                "call's `result.model`), or `unload()` it first"
+            )
+        torch.manual_seed(recipe.seed)
+        return get_focus_model(model, recipe.focus)
+    if recipe.focus is not None and recipe.focus != model.focus_config:
+        here, there = recipe.focus.to_dict(), model.focus_config.to_dict()
+        differing = "; ".join(f"`{k}`: {here[k]!r}, {there[k]!r}" for k in here if here[k] != there[k])
+        raise ValueError(
+            f"the recipe's `focus` is not the model's ({differing}): leave it out of the recipe, or give the plain "
+            "model"
+        )
+    return model
+
+
+def _check_positions(recipe: Recipe, model: FocusModel) -> None:
+    assert recipe.focus is not None
+    recipe.check_lengths(recipe.focus)
+    most = getattr(text_config(model.base_model), "max_position_embeddings", None)
+    for where, length in recipe.lengths().items():
+        if most is not None and length > most:
+            raise ValueError(f"`{where}.length` is {length:,}, the model has {most:,} positions: lower it")
+
+
+def _open_text(
+    source: Any, tokenizer: Any, recipe: Recipe, model: FocusModel, progress: Progress | None
+) -> tuple[TokenStore, Tensor]:
+    """The tokens to train on and the blocks to evaluate on, which share nothing."""
+    data, length = recipe.data, recipe.stages[-1].length
+    aside = data.held_out * length if recipe.evaluate_every and data.held_out_text is None else 0
+    start = 0 if recipe.start is None else recipe.start.blocks * recipe.start.length
+    wanted = max(stage.tokens for stage in recipe.stages) + start + aside
+    store = open_tokens(source, tokenizer, data, limit=wanted, progress=progress)
+    vocabulary = model.base_model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
+    check_vocabulary(store, tokenizer, vocabulary)
+    if not recipe.evaluate_every or not data.held_out:
+        return store, torch.empty(0, length, dtype=torch.int64)
+    if data.held_out_text is None:
+        store, held_out = store.split_off(length, data.held_out)
+    else:
+        held_out = open_tokens(data.held_out_text, tokenizer, data, limit=data.held_out * length, progress=progress)
+        check_vocabulary(held_out, tokenizer, vocabulary)
+    if not len(held_out.documents):
+        return store, torch.empty(0, length, dtype=torch.int64)
+    return store, cut_blocks(held_out, length, packing=False, shortest=length).rows(data.held_out)
+
+
+def _cut(store: TokenStore, length: int, recipe: Recipe, where: str) -> Blocks:
+    assert recipe.focus is not None
+    try:
+        return cut_blocks(store, length, packing=recipe.data.packing, shortest=recipe.focus.window + 2)
+    except ValueError as error:
+        raise ValueError(f"`{where}`: {error}") from None
+
+
+def _sequences(stage: Stage) -> int:
+    return stage.steps * stage.sequences
+
+
+def _find_checkpoint(output: Path, recipe: Recipe, store: TokenStore, resume: bool) -> Checkpoint | None:
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"`output` must be a folder, but {str(output)!r} is a file")
+    output.mkdir(parents=True, exist_ok=True)
+    if not resume:
+        shutil.rmtree(output / FOLDER, ignore_errors=True)
+        return None
+    found = checkpoints(output)
+    if not found:
+        return None
+    last = found[-1]
+    differing = [text for field, text in recipe.differences(last.recipe) if field.split(".")[-1] not in HARMLESS]
+    if last.data_digest != store.digest:
+        differing.append("the text")
+    if differing:
+        raise ValueError(
+            f"{str(output)!r} holds a run of another recipe; different now and there: {'; '.join(differing)}. Choose "
+            "another output, or start anew with `resume=False` (--no-resume)"
+        )
+    return last
+
+
+def _place(model: FocusModel, recipe: Recipe, device: torch.device) -> None:
+    """The model where and as it is to be trained. Routers are fp32 whatever the base is."""
+    half = recipe.precision == "bf16" and not recipe.trains_base
+    base = model.base_model
+    if not (getattr(base, "is_quantized", False) or len(getattr(base, "hf_device_map", {})) > 1):
+        # Parameters alone: buffers such as the frequencies of rotary positions lose their meaning in half precision.
+        for parameter in base_parameters(model).values():
+            parameter.data = parameter.data.to(device, torch.bfloat16 if half else torch.float32)
+        model.to(device)
+    copy_routers_from_main(model)
+    if recipe.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_disable()
+
+
+def _freeze(model: FocusModel, stage: Stage) -> None:
+    for parameter in base_parameters(model).values():
+        parameter.requires_grad_(stage.trains == "everything")
+    model.unfreeze_routers()
+
+
+def _introduce(run: Run, store: TokenStore, stages: list[Blocks]) -> None:
+    trainable, total = run.model.get_nb_trainable_parameters()
+    run.say(f"{run.recipe.name}: {total - trainable:,} parameters of the model, {trainable:,} of its routers")
+    run.say(f"text: {store.name}, {store.tokens:,} tokens in {len(store.documents):,} documents")
+    for index, (stage, blocks) in enumerate(zip(run.recipe.stages, stages, strict=True)):
+        epochs = _sequences(stage) / len(blocks)
+        run.say(
+            f"stage {index + 1}: {stage.objective}, {stage.trains}: {stage.steps:,} steps of {stage.sequences} x "
+            f"{stage.length:,} tokens, {epochs:.2g} times over {len(blocks):,} blocks"
+        )
+        run.say(f"  {estimate_memory(run.model, run.recipe, stage, run.device, world_size())}")
+    if run.recipe.evaluate_every and not len(run.held_out):
+        run.say("the text is too short to hold a block back: nothing is evaluated on the fly")
+
+
+def _start(run: Run, store: TokenStore) -> None:
+    start = run.recipe.start
+    if start is None:
+        return
+    torch.manual_seed(run.recipe.seed)
+    began = time.monotonic()
+    blocks = torch.empty(0, start.length, dtype=torch.int64)
+    if start.how != "random":
+        blocks = _cut(store, start.length, run.recipe, "start").rows(start.blocks)
+        if not len(blocks):
+            raise ValueError(
+                f"`start`: no document reaches {start.length:,} tokens, the longest has {store.longest:,}: lower "
+                "`length`, or take `how: random`"
+            )
+    options: dict[str, Any] = {}
+    if start.how == "coverage":
+        options = {"steps": start.steps, "learning_rate": start.learning_rate}
+        if start.budget is not None:
+            options["budget"] = start.budget
+    start_routers(run.model, blocks, how=start.how, seed=run.recipe.seed, progress=run.progress, **options)
+    copy_routers_from_main(run.model)
+    run.say(f"start: {start.how}, {duration(time.monotonic() - began)}")
+
+
+@contextmanager
+def _stop_on_signals(run: Run) -> Iterator[None]:
+    """Ctrl-C, or the signal by which clusters take a machine back: stop at the end of the step, with a checkpoint.
+    A second one stops at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    names = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "the signal to end"}
+
+    def ask(number: int, frame: Any) -> None:
+        if run.interrupted:
+            raise KeyboardInterrupt
+        run.interrupted = names[signal.Signals(number)]
+        run.say(f"{run.interrupted}: stopping at the end of this step")
+
+    before = {number: signal.signal(number, ask) for number in names}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _tensorboard(run: Run, index: int) -> list[Any]:
+    if not run.is_main:
+        return []
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+        from transformers.integrations import TensorBoardCallback
+
+        folder = run.output / "tensorboard" / f"stage-{index + 1}"
+        return [TensorBoardCallback(SummaryWriter(str(folder)))]
+    except (ImportError, RuntimeError):  # not installed
+        return []
+
+
+def _finish(run: Run, position: Position, seconds: float) -> TrainedRun:
+    run.model.eval()
+    finished = position.total == run.recipe.steps
+    base = whole(base_parameters(run.model)) if run.recipe.trains_base else None
+    result = TrainedRun(run.model, run.output, finished, position.total, seconds, run.measures, run.perplexity)
+    if run.is_main:
+        from focus_attn.bench.record import write_json
+
+        run.model.save_pretrained(run.output)
+        if base is not None:
+            with quiet_transformers():
+                run.model.base_model.save_pretrained(run.output / BASE_FOLDER, state_dict=base)  # type: ignore[operator]
+        record = run.output / "run.json"
+        if run.measures or not record.exists():  # else it was finished already, and its record says more
+            write_json(record, {"recipe": run.recipe.to_dict(), **result.to_dict()})
+    state = "done" if finished else f"stopped by {run.interrupted}; the same call goes on"
+    run.say(f"step {position.total:,} of {run.recipe.steps:,}, {duration(seconds)}: {state}. Adapter in {run.output}")
+    return result

@@ -1,0 +1,96 @@
+"""What a forward's routing costs, how even and how sure it is: scalars for the loss and for the log.
+
+Layers of like shape are taken side by side, as one with many routers: small operations for each of dozens of layers
+would take a GPU longer than what they compute.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from focus_attn.config import FocusConfig
+from focus_attn.layer import FocusLayer
+from focus_attn.router import Routing
+from focus_attn.training.balance import key_loads, overfull, sinkhorn_divergence
+from focus_attn.training.packing import Packing
+from focus_attn.training.pairs import PairCount, soft_assignments, straight_through
+from focus_attn.visibility import EVERYTHING, Pattern
+
+if TYPE_CHECKING:
+    from focus_attn.model import FocusModel
+
+
+class RoutingTerms(NamedTuple):
+    """Means over layers; a layer that is left alone counts in the pairs only."""
+
+    pairs_kept: Tensor  # share of the causal pairs, hard in value, with the gradient of the soft assignments
+    overfull: Tensor  # how far key groups stand above the cap, relative to it
+    imbalance: Tensor  # KL from Sinkhorn's balance over the batch, both sides
+    expected_pairs: Tensor  # what the soft assignments would keep; no gradient
+    confidence: Tensor  # mean of the surest assignment, both sides; no gradient
+    loads: Tensor  # [routed layers, R, K] int64, fewer than R routers filled up with zeros
+
+
+def routing_terms(
+    model: FocusModel, routings: dict[int, Routing], packing: Packing, largest_group: float
+) -> RoutingTerms:
+    """From the routing of every routed layer, by its index."""
+    layers = model.focus_layers()
+    alone = [layer for layer in layers if layer.router is None]
+    alike: dict[tuple[int | None, int], list[FocusLayer]] = {}
+    for layer in layers:
+        if layer.router is not None:
+            alike.setdefault((layer.spec.sliding_window, layer.router.num_routers), []).append(layer)
+
+    parts: list[tuple[int, Tensor]] = []  # how many layers, their terms
+    loads: dict[int, Tensor] = {}
+    for (sliding, routers), some in alike.items():
+        indices = [layer.spec.layer_idx for layer in some]
+        together = Routing(*(torch.cat(side, 1) for side in zip(*(routings[i] for i in indices), strict=True)))
+        parts.append((len(some), _terms(together, packing, sliding, model.focus_config, largest_group)))
+        loads.update(zip(indices, key_loads(together, packing.real).unflatten(0, (-1, routers)), strict=True))
+    means = _weighted_mean(parts)
+    if alone:
+        kept = torch.stack([_left_alone(layer, packing) for layer in alone]).mean()
+        share = len(alone) / len(layers)
+        # Of the terms only the pairs kept and expected know layers that are left alone.
+        means = torch.cat([torch.lerp(means[:2], kept.expand(2), share), means[2:]])
+    kept, expected, over, imbalance, confidence = means
+    most = max(load.shape[0] for load in loads.values())
+    filled = [torch.nn.functional.pad(loads[i], (0, 0, 0, most - len(loads[i]))) for i in sorted(loads)]
+    return RoutingTerms(kept, over, imbalance, expected.detach(), confidence.detach(), torch.stack(filled))
+
+
+def _terms(
+    routing: Routing, packing: Packing, sliding: int | None, config: FocusConfig, largest_group: float
+) -> Tensor:
+    """Pairs kept, pairs expected, overfull, imbalance, confidence, [5]."""
+    count = PairCount(packing, Pattern(config.num_groups, config.window, config.num_sinks, sliding))
+    query = soft_assignments(routing.query_scores, config.query_top_k, config.temperature)
+    key = soft_assignments(routing.key_scores, config.key_top_k, config.temperature)
+    hard_query, hard_key = straight_through(routing, query, key)
+    sides = (routing.query_scores, routing.key_scores)
+    divergences = [sinkhorn_divergence(x, packing.real, config.temperature, config.sinkhorn_iters) for x in sides]
+    surest = (query.detach().amax(-1) + key.detach().amax(-1)) / 2 * packing.real[:, None]  # [B, R, T]
+    return torch.stack(
+        [
+            count.share(hard_query, hard_key),
+            count.share(query.detach(), key.detach()),
+            overfull(hard_key, packing.real, largest_group),
+            (divergences[0] + divergences[1]) / 2,
+            surest.sum() / (packing.real.sum().clamp_min(1) * surest.shape[1]),
+        ]
+    )
+
+
+def _left_alone(layer: FocusLayer, packing: Packing) -> Tensor:
+    sliding = layer.spec.sliding_window
+    return PairCount(packing, Pattern(1, EVERYTHING if sliding is None else sliding - 1, 0, sliding)).share()
+
+
+def _weighted_mean(parts: list[tuple[int, Tensor]]) -> Tensor:
+    total = sum(count for count, _ in parts)
+    return torch.stack([count / total * terms for count, terms in parts]).sum(0)

@@ -1,0 +1,148 @@
+"""Where one layer's routers start: at random, from its hidden states, or from its attention.
+
+Both informed starts find a linear map to `router_dim` coordinates, cluster the tokens there by k-means, and write the
+clusters as a router: the nearest centre m of a point z is the largest of z . m - m . m / 2, a centroid and a bias.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from focus_attn.router import Router
+from focus_attn.training.observe import Observation
+
+LayerStart = Literal["random", "pca_kmeans", "spectral"]
+
+MOST_TOKENS = 8192  # that are clustered: more do not move the centres
+MOST_BLOCKS = 8
+RIDGE = 1e-2  # of the mean variance: hidden states of a few thousand tokens do not fill their space
+KMEANS_ROUNDS = 25
+
+
+class Coordinates(NamedTuple):
+    """A linear view of one side's hidden states: (x - mean) @ weight."""
+
+    mean: Tensor  # [d]
+    weight: Tensor  # [d, w]
+
+    def of(self, hidden: Tensor) -> Tensor:
+        return (hidden.float() - self.mean) @ self.weight
+
+
+@torch.no_grad()
+def start_layer(router: Router, seen: list[Observation], how: LayerStart, seed: int) -> None:
+    """Start the routers of one layer; what is not random comes from `seen`."""
+    generator = torch.Generator().manual_seed(seed)
+    router.reset_parameters(generator)  # ours: a start must not depend on what ran before it
+    if how == "random":
+        return
+    hidden = [one.hidden for one in seen[:MOST_BLOCKS]]
+    tokens = torch.cat(hidden).float()
+    tokens = tokens[torch.randperm(len(tokens), generator=generator)[:MOST_TOKENS].to(tokens.device)]
+    width = router.config.router_dim
+    if how == "pca_kmeans":
+        both = principal_coordinates(tokens, width)
+        sides = [[both] * router.num_sides] * router.num_routers
+    elif how == "spectral":
+        attention = [one.attention(router) for one in seen[:MOST_BLOCKS]]
+        sides = []
+        for index in range(router.num_routers):
+            far = [one.far[index].float().unflatten(1, (-1, len(one.positions))).sum(1) for one in attention]  # [T, n]
+            queries = [x[one.positions] for x, one in zip(hidden, attention, strict=True)]
+            sides.append(attention_coordinates(queries, hidden, far, width, shared=router.num_sides == 1))
+    else:
+        raise ValueError(f"routers start from 'random', 'pca_kmeans' or 'spectral', got {how!r}")
+    for index, views in enumerate(sides):
+        points = torch.cat([view.of(tokens) for view in views])
+        centres = kmeans(points, router.config.num_groups, generator)
+        for side, view in enumerate(views):
+            _write(router, side, index, view, centres, tokens)
+
+
+def principal_coordinates(tokens: Tensor, width: int) -> Coordinates:
+    """The directions in which hidden states [N, d] differ most."""
+    mean = tokens.mean(0)
+    centred = tokens - mean
+    variances, directions = torch.linalg.eigh(centred.T @ centred / len(tokens))  # ascending
+    return Coordinates(mean, _fill(directions.flip(1)[:, :width] / variances[-1].clamp_min(1e-12).sqrt(), width))
+
+
+def attention_coordinates(
+    queries: list[Tensor], keys: list[Tensor], far: list[Tensor], width: int, *, shared: bool
+) -> list[Coordinates]:
+    """The directions along which the far attention of queries goes to keys that agree with them.
+
+    Far attention is read as a joint distribution of (query, key): of all linear views of the two, those whose
+    coordinates correlate most under it, as spectral co-clustering does with the tokens themselves. By block: queries
+    [n, d], keys [T, d], far [T, n]. `shared`: one view for both.
+    """
+    total = sum(mass.sum() for mass in far).clamp_min(1e-12)  # type: ignore[union-attr]
+    joint: Tensor | float = 0.0
+    moments: list[list[Tensor | float]] = [[0.0, 0.0], [0.0, 0.0]]  # by side: mean, second moment
+    for query, key, mass in zip(queries, keys, far, strict=True):
+        query, key = query.float(), key.float()
+        joint = joint + query.T @ (mass.T @ key) / total
+        for side, (x, weight) in enumerate(((query, mass.sum(0)), (key, mass.sum(1)))):
+            weighted = x * (weight / total)[:, None]
+            moments[side][0] = moments[side][0] + weighted.sum(0)
+            moments[side][1] = moments[side][1] + weighted.T @ x
+    (query_mean, query_moment), (key_mean, key_moment) = moments
+    assert isinstance(joint, Tensor) and isinstance(query_mean, Tensor) and isinstance(key_mean, Tensor)
+    joint = joint - query_mean[:, None] * key_mean
+    covariances = [query_moment - query_mean[:, None] * query_mean, key_moment - key_mean[:, None] * key_mean]
+    means = [query_mean, key_mean]
+    if shared:
+        joint, covariances = (joint + joint.T) / 2, [(covariances[0] + covariances[1]) / 2] * 2
+        means = [(query_mean + key_mean) / 2] * 2
+    roots = [torch.linalg.cholesky(_with_ridge(one)) for one in covariances]
+    whitened = torch.linalg.solve_triangular(roots[0], joint, upper=False)
+    whitened = torch.linalg.solve_triangular(roots[1], whitened.T, upper=False).T
+    left, strength, right = torch.linalg.svd(whitened)
+    strength = strength[:width].sqrt()
+    views = [(roots[0], left[:, :width] * strength), (roots[1], right[:width].T * strength)][: 1 if shared else 2]
+    weights = [torch.linalg.solve_triangular(root.T, directions, upper=True) for root, directions in views]
+    return [Coordinates(mean, _fill(weight, width)) for mean, weight in zip(means, weights, strict=False)]
+
+
+def kmeans(points: Tensor, clusters: int, generator: torch.Generator) -> Tensor:
+    """Centres [K, w] of points [N, w]. The first ones are drawn far from each other."""
+    first = torch.randint(len(points), (1,), generator=generator).item()
+    centres = points[int(first)][None]
+    for _ in range(clusters - 1):
+        distance = torch.cdist(points, centres).amin(1).square().cpu() + 1e-12
+        centres = torch.cat([centres, points[torch.multinomial(distance, 1, generator=generator).to(points.device)]])
+    for _ in range(KMEANS_ROUNDS):
+        nearest = torch.cdist(points, centres).argmin(1)
+        sums = torch.zeros_like(centres).index_add_(0, nearest, points)
+        counts = torch.bincount(nearest, minlength=clusters)[:, None]
+        centres = torch.where(counts > 0, sums / counts.clamp_min(1), centres)
+    return centres
+
+
+def _write(router: Router, side: int, index: int, view: Coordinates, centres: Tensor, tokens: Tensor) -> None:
+    """The clusters as a router whose scores have the variance of a random one's."""
+    offset = -(view.mean @ view.weight) @ centres.T - centres.square().sum(-1) / 2
+    scores = (tokens @ view.weight) @ centres.T + offset
+    spread = scores.std(-1).square().mean().sqrt()
+    if not spread > 1e-6:  # nothing to tell the tokens apart by: the random start stays
+        return
+    root = spread.sqrt()
+    router.projection[side, index] = view.weight / root
+    router.centroids[side, index] = centres / root
+    router.bias[side, index] = (offset - offset.mean()) / spread
+
+
+def _with_ridge(covariance: Tensor | float) -> Tensor:
+    assert isinstance(covariance, Tensor)
+    size = len(covariance)
+    return covariance + RIDGE * covariance.diagonal().mean().clamp_min(1e-12) * torch.eye(
+        size, device=covariance.device
+    )
+
+
+def _fill(weight: Tensor, width: int) -> Tensor:
+    """[d, w] also where the hidden states have fewer than w directions."""
+    return torch.nn.functional.pad(weight, (0, width - weight.shape[1]))

@@ -1,0 +1,249 @@
+"""Text to blocks: every kind of source, the cache, packing, the order, and what is refused."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from focus_attn.training import data as data_module
+from focus_attn.training.blocks import ShuffledBlocks, cut_blocks
+from focus_attn.training.data import TokenStore, check_vocabulary, open_tokens
+from focus_attn.training.recipe import Data
+from focus_attn.zoo import tiny_random_model
+
+LONG, SHORT = "a long document, " * 20, "a short one"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_random_model()[1]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FOCUS_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "tokens"
+
+
+def documents(store, tokenizer):
+    return [tokenizer.decode(store.ids[first:last].tolist()) for first, last in store.documents]
+
+
+def store_of(*lengths):
+    """Documents whose tokens say where they stand: 1000 times the document plus the place."""
+    ids = np.concatenate([1000 * index + np.arange(length) for index, length in enumerate(lengths, start=1)])
+    ends = np.cumsum(lengths)
+    return TokenStore(ids, np.stack([ends - lengths, ends], axis=1), "digest", "numbers")
+
+
+def test_files_folders_and_jsonl(tmp_path, tokenizer):
+    (tmp_path / "b.txt").write_text(LONG)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "c.md").write_text(SHORT)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in (SHORT, LONG, " ")))
+    assert documents(open_tokens(tmp_path / "b.txt", tokenizer, Data()), tokenizer) == [LONG]
+    assert documents(open_tokens(str(tmp_path), tokenizer, Data(field="body")), tokenizer) == [SHORT, LONG, LONG, SHORT]
+
+
+def test_what_a_program_has_at_hand(tokenizer):
+    assert documents(open_tokens([LONG, SHORT], tokenizer, Data()), tokenizer) == [LONG, SHORT]
+    for source in (torch.tensor([[5, 6, 7], [8, 9, 10]]), [[5, 6, 7], [8, 9, 10]]):
+        store = open_tokens(source, None, Data())
+        assert store.ids.tolist() == [5, 6, 7, 8, 9, 10] and store.documents.tolist() == [[0, 3], [3, 6]]
+    assert open_tokens([5, 6, 7], None, Data()).documents.tolist() == [[0, 3]]
+
+
+def test_text_is_tokenised_once(tmp_path, tokenizer, cache, monkeypatch):
+    path = tmp_path / "t.txt"
+    path.write_text(LONG)
+    first = open_tokens(path, tokenizer, Data())
+    assert first.ids.dtype == np.uint16
+    with monkeypatch.context() as patch:
+        patch.setattr(data_module, "_tokenise", lambda *args: pytest.fail("tokenised twice"))
+        assert open_tokens(path, tokenizer, Data()).digest == first.digest
+    path.write_text(LONG + "!")  # other text, other tokens
+    assert open_tokens(path, tokenizer, Data()).tokens == first.tokens + 1
+    tokenizer = tiny_random_model()[1]
+    tokenizer.add_tokens(["document"])  # another tokenizer, too
+    assert open_tokens(path, tokenizer, Data()).tokens < first.tokens
+    assert len([folder for folder in cache.iterdir() if folder.is_dir()]) == 3
+
+
+def test_a_damaged_copy_is_made_anew(tmp_path, tokenizer, cache):
+    path = tmp_path / "t.txt"
+    path.write_text(LONG)
+    tokens = open_tokens(path, tokenizer, Data()).tokens
+    ids = next(cache.glob("*/ids.bin"))
+    ids.write_bytes(ids.read_bytes()[:-10])
+    assert open_tokens(path, tokenizer, Data()).tokens == tokens
+
+
+def fake_datasets(monkeypatch, rows):
+    calls = []
+
+    def load_dataset(*args, **kwargs):
+        calls.append((args, kwargs))
+        return rows()
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    return calls
+
+
+def test_a_hub_dataset_is_streamed_up_to_what_is_needed(monkeypatch, tokenizer):
+    taken = []
+
+    def rows():
+        for number in range(10_000):
+            taken.append(number)
+            yield {"text": LONG}
+
+    calls = fake_datasets(monkeypatch, rows)
+    store = open_tokens("hub:owner/name:validation:part", tokenizer, Data(), limit=1000)
+    assert 1000 <= store.tokens < 1000 + len(LONG)
+    assert len(taken) <= 2 * data_module.DOCUMENTS_AT_ONCE
+    assert calls == [(("owner/name", "part"), {"split": "validation", "streaming": True})]
+
+
+def test_an_interrupted_download_is_a_sentence_and_leaves_nothing(monkeypatch, tokenizer, cache):
+    def rows():
+        yield from [{"text": LONG}] * 70
+        raise ConnectionError("peer went away")
+
+    fake_datasets(monkeypatch, rows)
+    with pytest.raises(OSError, match=r"stopped after 70 documents \(peer went away\).*start the same command again"):
+        open_tokens("hub:owner/name", tokenizer, Data())
+    assert not [folder for folder in cache.iterdir() if folder.is_dir()]
+
+
+def test_a_local_dataset_through_datasets(tmp_path, tokenizer):
+    datasets = pytest.importorskip("datasets")
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in (LONG, SHORT)))
+    assert documents(open_tokens(f"hub:{tmp_path / 'd'}", tokenizer, Data()), tokenizer) == [LONG, SHORT]
+    texts = datasets.Dataset.from_dict({"text": [LONG, SHORT]})
+    for one in (texts, texts.to_iterable_dataset()):
+        assert documents(open_tokens(one, tokenizer, Data()), tokenizer) == [LONG, SHORT]
+    ids = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3]]})
+    assert open_tokens(ids, None, Data()).documents.tolist() == [[0, 2], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "message"),
+    [
+        ("absent.txt", ValueError, "no such file or folder.*hub:owner/name"),
+        ("empty.txt", ValueError, "holds no text"),
+        ("picture.png", ValueError, "kinds that can be read"),
+        ("bad.jsonl", ValueError, "line 2 of .* is not JSON"),
+        ("other.jsonl", ValueError, r"no string field 'text' \(it has: title\); name it with `data.field`"),
+        ("binary.txt", ValueError, "not UTF-8|zero bytes"),
+        ([], ValueError, "list is empty"),
+        ([""], ValueError, "holds no text"),
+        (torch.empty(0, dtype=torch.long), ValueError, "token ids must be"),
+        (torch.rand(3), ValueError, "token ids must be"),
+        ([[1, -2]], ValueError, "start at 0"),
+        (7, TypeError, "cannot train on a int"),
+    ],
+)
+def test_bad_text_is_refused_with_a_sentence(source, error, message, tmp_path, tokenizer, cache, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").write_text("  \n")
+    (tmp_path / "picture.png").write_bytes(b"x")
+    (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n{')
+    (tmp_path / "other.jsonl").write_text('{"title": "x"}\n')
+    (tmp_path / "binary.txt").write_bytes(bytes(range(256)))
+    with pytest.raises(error, match=message):
+        open_tokens(source, tokenizer, Data())
+    assert not list(cache.glob("*/")) if cache.exists() else True
+
+
+def test_text_needs_a_tokenizer():
+    with pytest.raises(ValueError, match="pass `tokenizer=`"):
+        open_tokens([LONG], None, Data())
+
+
+def test_no_room_for_the_tokens_is_a_sentence(tokenizer, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(data_module, "_tokenise", full)
+    with pytest.raises(OSError, match=r"No space left.*FOCUS_CACHE"):
+        open_tokens([LONG], tokenizer, Data())
+
+
+@pytest.mark.parametrize(("vocabulary", "message"), [(200, "do not belong together"), (9000, "do not belong together")])
+def test_a_tokenizer_of_another_model_is_refused(vocabulary, message, tokenizer):
+    store = open_tokens([LONG], tokenizer, Data())
+    check_vocabulary(store, tokenizer, len(tokenizer))
+    check_vocabulary(store, tokenizer, len(tokenizer) + 60)  # embeddings are often padded
+    with pytest.raises(ValueError, match=message):
+        check_vocabulary(store, tokenizer, vocabulary)
+
+
+def test_ids_that_the_model_does_not_know_are_refused():
+    with pytest.raises(ValueError, match="token id 2,003, the model knows 100"):
+        check_vocabulary(store_of(5, 4), None, 100)
+
+
+def test_blocks_stay_inside_documents():
+    blocks = cut_blocks(store_of(25, 9, 30), 10, packing=False, shortest=4)
+    rows = [blocks[index]["input_ids"].tolist() for index in range(len(blocks))]
+    starts = [1000, 1010, 3000, 3010, 3020]
+    assert rows == [list(range(start, start + 10)) for start in starts]
+    assert blocks.rows(2).tolist() == [rows[0], rows[2]]
+
+
+def test_packing_keeps_documents_apart_and_drops_what_cannot_teach():
+    store = store_of(25, 9, 3, 30, 7, 8)
+    blocks = cut_blocks(store, 10, packing=True, shortest=4)
+    seen = []
+    for index in range(len(blocks)):
+        block = blocks[index]
+        ids, segments = block["input_ids"], block["segments"]
+        for segment in segments.unique().tolist():
+            piece = ids[segments == segment].tolist()
+            if segment < 0:
+                assert piece == [0] * len(piece)
+                continue
+            assert len({token // 1000 for token in piece}) == 1  # one document a segment
+            assert piece == list(range(piece[0], piece[0] + len(piece)))  # side by side, in order
+            assert len(piece) >= 4
+            seen += piece
+    assert len(seen) == len(set(seen))
+    assert {token // 1000 for token in seen} == {1, 2, 4, 5, 6}  # the document of 3 tokens is too short to teach
+    assert len(seen) == 25 + 9 + 30 + 7 + 8
+
+
+def test_blocks_that_cannot_be_cut_are_refused():
+    for packing, cure in ((False, "packing: true"), (True, "longer documents")):
+        with pytest.raises(ValueError, match=f"one block of 40 tokens, the longest of 2 has 3.*{cure}"):
+            cut_blocks(store_of(3, 2), 40, packing=packing, shortest=4)
+
+
+def test_order_is_the_seeds_and_any_place_can_be_asked_for():
+    blocks = cut_blocks(store_of(70), 10, packing=False, shortest=4)
+    order = [int(item["input_ids"][0]) for item in (ShuffledBlocks(blocks, 3, 20)[place] for place in range(20))]
+    assert sorted(order[:7]) == sorted(order[7:14]) == list(range(1000, 1070, 10))  # every block once an epoch
+    assert order[:7] != order[7:14]
+    again = ShuffledBlocks(blocks, 3, 20)
+    assert [int(again[place]["input_ids"][0]) for place in (17, 2, 9)] == [order[17], order[2], order[9]]
+    other = ShuffledBlocks(blocks, 4, 20)
+    assert [int(other[place]["input_ids"][0]) for place in range(7)] != order[:7]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "length", "blocks", "left", "held_out"),
+    [
+        ((25, 95), 10, 2, [[0, 25], [25, 100]], [[100, 120]]),  # from the end of a long document
+        ((95, 25, 3), 10, 3, [[0, 85], [120, 123]], [[85, 95], [100, 120]]),  # the last that has a block, and the next
+        ((80, 25), 10, 2, [[0, 80]], [[85, 105]]),  # what is left of it is less than a block
+        ((40,), 10, 4, [[0, 30]], [[30, 40]]),  # a quarter at most
+        ((30,), 10, 4, [[0, 30]], []),
+    ],
+)
+def test_what_is_held_out_comes_from_the_last_documents_and_is_not_trained_on(lengths, length, blocks, left, held_out):
+    rest, aside = store_of(*lengths).split_off(length, blocks)
+    assert rest.documents.tolist() == left
+    assert aside.documents.tolist() == held_out

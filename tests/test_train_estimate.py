@@ -1,0 +1,71 @@
+"""The memory estimate against what there is: parameters exactly, activations against what autograd keeps."""
+
+import dataclasses
+
+import pytest
+import torch
+from tiny import tiny_model, tokens
+from training_runs import CONFIG, recipe, stage
+
+from focus_attn import get_focus_model
+from focus_attn.training.estimate import estimate_memory
+from focus_attn.training.step import training_step
+
+CPU = torch.device("cpu")
+
+
+def make(**changes):
+    return get_focus_model(tiny_model(num_hidden_layers=6, hidden_size=64, intermediate_size=192, **changes), CONFIG)
+
+
+def bytes_kept_for_backward(model, options, length):
+    """What autograd holds on to after a forward, every storage once, parameters left out."""
+    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    model.train()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = training_step(model, tokens(1, length), options=options)
+    assert result.loss.requires_grad
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("trains", ["routers", "everything"])
+def test_weights_and_optimizer_are_counted_exactly(trains):
+    model, chosen = make(), stage(trains=trains)
+    estimate = estimate_memory(model, recipe(chosen), chosen, CPU)
+    routers = sum(p.numel() for layer in model.focus_layers() for p in layer.parameters())
+    total = sum(p.numel() for p in model.parameters())
+    assert estimate.weights == 4 * total
+    assert estimate.optimizer == 12 * (routers if trains == "routers" else total)
+    sharded = estimate_memory(model, recipe(chosen, sharding="fsdp"), chosen, CPU, processes=4)
+    assert sharded.weights == (4 * (total - routers)) // 4 + 4 * routers
+
+
+@pytest.mark.parametrize("trains", ["routers", "everything"])
+def test_activations_are_within_a_factor_of_two_of_what_is_kept(trains):
+    model, chosen = make(), stage(length=256, trains=trains)
+    if trains == "everything":
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)
+    estimate = estimate_memory(model, recipe(chosen), chosen, CPU)
+    kept = bytes_kept_for_backward(model, chosen.step_options(), 256)
+    assert 0.5 < estimate.activations / kept < 2, (estimate.activations, kept)
+
+
+def test_checkpointing_and_precision_shrink_it():
+    model, chosen = make(), stage(length=256)
+    kept, again, half = (
+        estimate_memory(model, recipe(chosen, **changes), chosen, CPU)
+        for changes in ({}, {"gradient_checkpointing": True}, {"precision": "bf16"})
+    )
+    assert again.activations < kept.activations == again.activations_unchecked
+    assert half.activations < kept.activations
+    assert "without checkpointing" in str(again) and "more than there is" not in str(again)
+    assert "more than there is" in str(dataclasses.replace(again, available=1))
