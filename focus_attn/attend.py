@@ -22,7 +22,7 @@ def attend(state: FocusState, layer: FocusLayer, call: FocusCall, inputs: Attent
         query_groups, key_groups, pattern = ungrouped(inputs)
         if state.recorder is not None:
             state.recorder.add(inputs.layer_idx, query_groups, key_groups, inputs.tokens, pattern)
-        return _focus_attention(state, inputs, query_groups, key_groups, pattern)
+        return _focus_attention(state, inputs, query_groups, key_groups, pattern)[0]
 
     config = state.config
     pattern = Pattern(config.num_groups, config.window, config.num_sinks, inputs.sliding_window)
@@ -30,18 +30,17 @@ def attend(state: FocusState, layer: FocusLayer, call: FocusCall, inputs: Attent
         state.recorder.add(inputs.layer_idx, call.routing.query_groups, call.key_groups, inputs.tokens, pattern)
         real = inputs.tokens.query_positions >= 0
         state.recorder.add_groups(inputs.layer_idx, call.routing.key_groups, real, config.num_groups)
-    query_gate = key_gate = None
+    gates = None
     training = layer.wants_gradient()
     _say_if_leaking(state, training)
     if training:
-        query_gate, key_gate = _gates(layer, call.routing, inputs)
+        gates = _gates(layer, call.routing, inputs)
         if config.gate != "hard":
             return soft_gated_attention(
                 inputs.q,
                 inputs.k,
                 inputs.v,
-                query_gate,
-                key_gate,
+                *gates,
                 gate=config.gate,
                 sharpness=config.gate_sharpness,
                 tokens=inputs.tokens,
@@ -50,12 +49,15 @@ def attend(state: FocusState, layer: FocusLayer, call: FocusCall, inputs: Attent
                 softcap=inputs.softcap,
                 sink_logits=inputs.sink_logits,
             )
-    if config.always_dense and query_gate is None:  # every pair shares a group: plain causal attention, in one call
+    if config.always_dense and gates is None:  # every pair shares a group: plain causal attention, in one call
         pattern = replace(pattern, window=EVERYTHING)
-    out = _focus_attention(state, inputs, call.routing.query_groups, call.key_groups, pattern, query_gate, key_gate)
-    if state.probe is not None and query_gate is not None and key_gate is not None:
-        return state.probe(inputs, call.routing, (query_gate, key_gate), pattern, out)
-    return out
+    probe = state.probe if gates is not None else None
+    out, lse = _focus_attention(
+        state, inputs, call.routing.query_groups, call.key_groups, pattern, gates, return_lse=probe is not None
+    )
+    if probe is None or gates is None or lse is None:
+        return out
+    return probe(inputs, call.routing, gates, pattern, out, lse)
 
 
 def ungrouped(inputs: AttentionInputs) -> tuple[Tensor, Tensor, Pattern]:
@@ -76,13 +78,14 @@ def _focus_attention(
     query_groups: Tensor,
     key_groups: Tensor,
     pattern: Pattern,
-    query_gate: Tensor | None = None,
-    key_gate: Tensor | None = None,
-) -> Tensor:
+    gates: tuple[Tensor, Tensor] | None = None,
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
     # Plain positions are not passed: a call without them knows that they are.
     tokens = (None, None, None, None, True) if inputs.tokens.plain else inputs.tokens
     query_positions, key_positions, query_segments, key_segments, _ = tokens
-    out = focus_attention(
+    query_gate, key_gate = gates or (None, None)
+    answer = focus_attention(
         inputs.q,
         inputs.k,
         inputs.v,
@@ -102,9 +105,9 @@ def _focus_attention(
         query_gate=query_gate,
         key_gate=key_gate,
         backend=state.config.backend,
+        return_lse=return_lse,
     )
-    assert isinstance(out, Tensor)
-    return out
+    return answer if isinstance(answer, tuple) else (answer, None)
 
 
 def _gates(layer: FocusLayer, routing: Routing, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
@@ -114,7 +117,7 @@ def _gates(layer: FocusLayer, routing: Routing, inputs: AttentionInputs) -> tupl
             f"training needs the whole sequence in one forward, got {queries} tokens on a cache of {keys} slots: "
             "pass `use_cache=False`, or call `model.eval()` to generate"
         )
-    return layer.gates(routing, inputs.tokens.query_positions >= 0)
+    return layer.gates(routing, None if inputs.tokens.plain else inputs.tokens.query_positions >= 0)
 
 
 def _say_if_leaking(state: FocusState, training: bool) -> None:

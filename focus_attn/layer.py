@@ -65,9 +65,9 @@ class AttentionInputs:
     sink_logits: Tensor | None = None  # [H], the learned sinks of gpt_oss
 
 
-# (inputs, routing, log assignments of both sides, pattern, output) -> the output, with more gradients: how a training
-# step learns from pairs that hard routing drops.
-Probing = Callable[[AttentionInputs, Routing, tuple[Tensor, Tensor], Pattern, Tensor], Tensor]
+# (inputs, routing, log assignments of both sides, pattern, output, logsumexp) -> the output, with more gradients: how a
+# training step learns from pairs that hard routing drops.
+Probing = Callable[[AttentionInputs, Routing, tuple[Tensor, Tensor], Pattern, Tensor, Tensor], Tensor]
 
 
 @dataclass
@@ -123,10 +123,11 @@ class FocusLayer(nn.Module):
         """Log assignments of the query and the key side, each [B, R, T, K]."""
         router = self.router
         assert router is not None
-        query = router.log_assignments(routing.query_scores, token_mask)
         if routing.key_scores is routing.query_scores:
-            return query, query
-        return query, router.log_assignments(routing.key_scores, token_mask)
+            shared = router.log_assignments(routing.query_scores, token_mask)
+            return shared, shared
+        query, key = router.log_assignments(torch.stack((routing.query_scores, routing.key_scores)), token_mask)
+        return query, key
 
     def wants_gradient(self) -> bool:
         """Whether this forward is one that trains the router."""

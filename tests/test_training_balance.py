@@ -5,7 +5,7 @@ import torch
 from tiny import focus, tokens
 
 from focus_attn import FocusConfig
-from focus_attn.training.balance import nudge_bias, overfull, sinkhorn_divergence
+from focus_attn.training.balance import group_members, nudge_bias, overfull, sinkhorn_divergence
 from focus_attn.training.step import StepOptions, training_step
 
 CONFIG = FocusConfig(num_groups=4, window=8, num_sinks=2, router_dim=8)
@@ -49,11 +49,11 @@ def test_padding_takes_no_part():
 
 def test_only_groups_above_the_cap_cost():
     even = torch.nn.functional.one_hot(torch.arange(60) % 4, 4).float().reshape(2, 1, 30, 4)
-    assert overfull(even, REAL, 0.4) == 0
+    assert overfull(group_members(even, REAL), 0.4) == 0
     key = even.clone()
     key[..., :30, :] = torch.tensor([1.0, 0, 0, 0])
     key.requires_grad_()
-    cost = overfull(key, REAL, 0.4)
+    cost = overfull(group_members(key, REAL), 0.4)
     torch.testing.assert_close(cost, torch.tensor(1 / 0.4 - 1))
     cost.backward()
     assert key.grad[..., 0].min() > 0 and key.grad[..., 1:].abs().max() == 0

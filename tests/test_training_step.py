@@ -215,14 +215,14 @@ def test_a_probe_learns_what_keeping_a_dropped_key_would_change(changes):
         return focus_attention(
             inputs.q, inputs.k, inputs.v, query_groups, key_groups, num_groups=groups + 1, window=5, num_sinks=2,
             scale=0.5, softcap=inputs.softcap, sliding_window=inputs.sliding_window, sink_logits=inputs.sink_logits,
-            backend="reference",
+            backend="reference", return_lse=True,
         )  # fmt: skip
 
-    out, query = attend(*ids), 33
+    (out, lse), query = attend(*ids), 33
     probe = Probe(length, query, 1, 1.0, out.device)
     probe.positions, probe.scale = torch.tensor([query]), 1.0
     pull = torch.randn_like(out)
-    (probe(inputs, Routing(*ids, *gates), gates, pattern, out) * pull).sum().backward()
+    (probe(inputs, Routing(*ids, *gates), gates, pattern, out, lse) * pull).sum().backward()
 
     wanted = torch.zeros_like(gates[1])
     _, reachable = near_and_reachable(inputs.tokens, pattern)
@@ -233,7 +233,7 @@ def test_a_probe_learns_what_keeping_a_dropped_key_would_change(changes):
                 # One more group, which this key and this query have together.
                 query_groups, key_groups = (torch.cat([side, side], -1) for side in ids)
                 query_groups[0, router, query, 1] = key_groups[0, router, key, 1] = groups
-                gain = ((attend(query_groups, key_groups) - out) * pull)[0, 2 * router : 2 * router + 2, query].sum()
+                gain = ((attend(query_groups, key_groups)[0] - out) * pull)[0, 2 * router : 2 * router + 2, query].sum()
                 assignments = [gate.detach().exp()[0, router] for gate in gates]
                 wanted[0, router, key] += gain * assignments[0][query] * assignments[1][key]
     torch.testing.assert_close(gates[1].grad, wanted, atol=1e-5, rtol=1e-4)

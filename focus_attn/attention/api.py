@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from focus_attn.attention.backends import choose_backend, run_backend
+from focus_attn.attention.backends import BACKENDS, choose_backend, run_backend
 from focus_attn.attention.call import make_call
 from focus_attn.attention.dense import dense_attention, is_dense
 
@@ -82,5 +82,5 @@ def focus_attention(
     )
     if backend == "auto" and not return_lse and is_dense(call):
         return dense_attention(call)
-    out, lse = run_backend(choose_backend(call) if backend == "auto" else backend, call)
+    out, lse = BACKENDS[choose_backend(call)](call) if backend == "auto" else run_backend(backend, call)
     return (out, lse) if return_lse else out

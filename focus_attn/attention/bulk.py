@@ -39,17 +39,19 @@ def job_rows(rows: int) -> int:
 
 
 def serves(call: AttentionCall, setup: Setup) -> bool:
-    if setup.serves_bulk is None:
-        setup.serves_bulk = (
-            call.k.shape[2] >= SHORTEST * (1 if call.q.shape[-1] > 64 else 2)
-            and call.q.shape[2] >= JOB
-            and min(call.query_groups.shape[-1], call.key_groups.shape[-1]) == 1
-            and call.softcap is None
-            and call.q.shape[-1] == call.v.shape[-1]
-            and triton_plan.serves(call)
-            and cudnn.can_serve(_shape(call, sorted_rows.heads_at_once(call, copies=3), JOB))
-        )
-    return setup.serves_bulk
+    return setup.once("bulk", lambda: _serves(call))
+
+
+def _serves(call: AttentionCall) -> bool:
+    return (
+        call.k.shape[2] >= SHORTEST * (1 if call.q.shape[-1] > 64 else 2)
+        and call.q.shape[2] >= JOB
+        and min(call.query_groups.shape[-1], call.key_groups.shape[-1]) == 1
+        and call.softcap is None
+        and call.q.shape[-1] == call.v.shape[-1]
+        and triton_plan.serves(call)
+        and cudnn.can_serve(_shape(call, sorted_rows.heads_at_once(call, copies=3), JOB))
+    )
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_entries", "first_line", "routers", "visit"])
@@ -103,7 +105,7 @@ def bulk_forward(
             plan.group_starts, plan.ranges, *jobs, num_queries, entries, first_line, routers, visit,
             shape.heads * width, shape.kv_heads * width, shape.heads,
         ),
-        {
+        lambda: {
             "VISITS": query_k, "GROUPS": groups, "BLOCK_GROUPS": power_of_2(groups),
             "JOB_ROWS": job_rows(rows), "LEAST": LEAST_KEYS,
         },

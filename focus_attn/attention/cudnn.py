@@ -78,13 +78,13 @@ def backward(shape: Shape, jobs: Jobs, tensors: tuple[Tensor, ...], grads: tuple
 
 def _run(shape: Shape, is_backward: bool, jobs: Jobs, tensors: dict[int, Tensor]) -> None:
     """tensors by the value of their _Uid: enums are slow, and this is run for every layer."""
-    import cudnn
-
     deterministic = is_backward and torch.are_deterministic_algorithms_enabled()
     graph, workspace_bytes = _graph(shape, is_backward, deterministic)  # type: ignore[misc]
     handle = _handle(shape.device)
     stream = torch._C._cuda_getCurrentRawStream(shape.device.index)  # as Triton asks: a tenth of the public way's time
     if _streams.get(shape.device) != stream:
+        import cudnn
+
         cudnn.set_stream(handle=handle, stream=stream)
         _streams[shape.device] = stream
     offsets, row = jobs.offsets.data_ptr(), jobs.offsets.stride(0) * 8

@@ -8,6 +8,7 @@ looked up by that signature once, and launched as it is from then on.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -43,20 +44,28 @@ class Setup:
             "BLOCK_D": max(16, power_of_2(width)),
             "BLOCK_DV": max(16, power_of_2(value_width)),
         }
-        self.serves_square: bool | None = None  # asked once, see `square.py` and `bulk.py`
-        self.serves_bulk: bool | None = None
+        self._answers: dict[Any, Any] = {}
         self._variants: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
+    def once(self, question: Any, answer: Callable[[], Any]) -> Any:
+        """An answer that is the same for all calls with this signature."""
+        found = self._answers.get(question)
+        if found is None:
+            found = self._answers[question] = answer()
+        return found
+
     def launch(
-        self, tag: Any, kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: dict[str, Any],
-        *, warps: int = 4, stages: int = 2,
+        self, tag: Any, kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...],
+        make_constants: Callable[[], dict[str, Any]], *, warps: int = 4, stages: int = 2,
     ) -> None:  # fmt: skip
-        """tag: which variant of which kernel this is, among the calls of one signature. Constants come last."""
+        """tag: which variant of which kernel this is, among the calls of one signature. Constants come last, and are
+        made for the first launch alone."""
         known = self._variants.get(tag)
         if known is not None:
             compiled, values = known
             compiled[grid](*arguments, *values)
             return
+        constants = make_constants()
         compiled = kernel[grid](*arguments, **constants, num_warps=warps, num_stages=stages)
         if compiled is not None:  # Triton's interpreter compiles nothing
             self._variants[tag] = compiled, tuple(constants[name] for name in kernel.arg_names if name in constants)

@@ -106,24 +106,48 @@ def _sort(
     tl.store(TO + place[:, None] * D + d[None, :], tl.load(rows, mask=held, other=0.0), mask=held)
 
 
+class _Layout(NamedTuple):
+    """What launches of one set of copies have in common."""
+
+    contiguous: bool
+    grid: tuple[int, int, int]
+    strides: tuple[int, ...]
+    tokens: tuple[int, ...]
+    constants: dict[str, int]
+
+
 def sort_rows(setup: Setup, name: str, *copies: Copy) -> None:
     """Up to three copies of one width and dtype in one launch. name: which copies, among those of a call."""
-    count = len(copies)
-    copies = tuple(c if c.x.stride(-1) == 1 else c._replace(x=c.x.contiguous()) for c in copies)
-    (a, to_a, *_), (b, to_b, *_), (c, to_c, *_) = all_three = copies + copies[:1] * (3 - count)
-    heads = [copy.to.shape[3] if index < count else 0 for index, copy in enumerate(all_three)]
-    batch, lines, _, _, width = to_a.shape
+    layout: _Layout = setup.once(("sort", name), lambda: _layout(copies))
+    if not layout.contiguous:
+        copies = tuple(copy._replace(x=copy.x.contiguous()) for copy in copies)
+    rows, to, first, slots = zip(*copies, *copies[:1] * (3 - len(copies)), strict=True)
+    arguments = (*rows, *to, *slots, *layout.strides, *first, *layout.tokens)
+    setup.launch(("sort", name), _sort_kernel, layout.grid, arguments, lambda: layout.constants)
+
+
+def _layout(copies: tuple[Copy, ...]) -> _Layout:
+    contiguous = all(copy.x.stride(-1) == 1 for copy in copies)
+    all_three = [*copies, *copies[:1] * (3 - len(copies))]
+    rows = [copy.x if contiguous else copy.x.contiguous() for copy in all_three]
+    heads = [copy.to.shape[3] for copy in copies] + [0] * (3 - len(copies))
+    batch, lines, _, _, width = copies[0].to.shape
     longest = max(copy.to.shape[2] for copy in copies)
-    setup.launch(
-        ("sort", name), _sort_kernel, (ceil_div(longest, BLOCK), lines * sum(heads), batch),
-        (
-            a, b, c, to_a, to_b, to_c, *(copy.slots for copy in all_three),
-            *a.stride()[:3], *b.stride()[:3], *c.stride()[:3],
+    return _Layout(
+        contiguous,
+        grid=(ceil_div(longest, BLOCK), lines * sum(heads), batch),
+        strides=(
+            *(stride for x in rows for stride in x.stride()[:3]),
             *(stride for copy in all_three for stride in copy.slots.stride()[:2]),
-            *(copy.first_head for copy in all_three), *(copy.to.shape[2] for copy in all_three),
         ),
-        {
-            "LINES": lines, "HEADS_A": heads[0], "HEADS_B": max(1, heads[1]), "HEADS_C": max(1, heads[2]),
-            "D": width, "BLOCK_D": power_of_2(width), "BLOCK_N": BLOCK,
+        tokens=tuple(copy.to.shape[2] for copy in all_three),
+        constants={
+            "LINES": lines,
+            "HEADS_A": heads[0],
+            "HEADS_B": max(1, heads[1]),
+            "HEADS_C": max(1, heads[2]),
+            "D": width,
+            "BLOCK_D": power_of_2(width),
+            "BLOCK_N": BLOCK,
         },
-    )  # fmt: skip
+    )

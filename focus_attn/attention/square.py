@@ -33,9 +33,7 @@ class Seed(NamedTuple):
 def serves(call: AttentionCall, setup: Setup) -> bool:
     if not _is_same(call.query_groups, call.key_groups):
         return False
-    if setup.serves_square is None:
-        setup.serves_square = _serves(call)
-    return setup.serves_square
+    return setup.once("square", lambda: _serves(call))
 
 
 def _serves(call: AttentionCall) -> bool:
@@ -51,7 +49,7 @@ def _serves(call: AttentionCall) -> bool:
         and call.query_gate is None
         and triton_plan.serves(call)
         and call.pattern.window < q.shape[2] - 1
-        and cudnn.can_serve(_shape(call, sorted_rows.heads_at_once(call, copies=3)))
+        and cudnn.can_serve(_step_and_shape(call, copies=3)[1])
     )
 
 
@@ -59,10 +57,9 @@ def square_forward(call: AttentionCall, setup: Setup, out: Tensor, lse: Tensor) 
     """Fills out [B, H, T, Dv] and lse [B, H, T]."""
     from focus_attn.attention.triton import launch_near
 
-    step = sorted_rows.heads_at_once(call, copies=3)
-    shape = _shape(call, step)
+    step, shape = setup.once("square forward", lambda: _step_and_shape(call, copies=3))
     plan = triton_plan.plan_square(call, setup, shape.heads, shape.kv_heads)
-    slots, (q, k, v), part_lse = plan.slots[:, None], room_for(call, step, "qkv"), None
+    slots, (q, k, v), part_lse = plan.slots, room_for(call, step, "qkv"), None
     for first in range(0, call.k.shape[1], step):
         first_query = first * shape.heads // step
         copies = Copy(call.q, q, first_query, slots), Copy(call.k, k, first, slots), Copy(call.v, v, first, slots)
@@ -80,10 +77,9 @@ def group_gradients(
 
     The tensors are used again for the next heads.
     """
-    step = sorted_rows.heads_at_once(call, copies=10)
-    shape = _shape(call, step)
+    step, shape = setup.once("square backward", lambda: _step_and_shape(call, copies=10))
     plan = triton_plan.plan_square(call, setup, shape.heads, shape.kv_heads)
-    slots, sorted_lse = plan.slots[:, None], _room_for_lse(call, shape)
+    slots, sorted_lse = plan.slots, _room_for_lse(call, shape)
     q, k, v, sorted_out, sorted_grad, dq, dk, dv = room_for(call, step, "qkvqqqkv")
     for first in range(0, call.k.shape[1], step):
         query = first * shape.heads // step
@@ -100,10 +96,11 @@ def _room_for_lse(call: AttentionCall, shape: cudnn.Shape) -> Tensor:
     return torch.empty(batch, 1, length, shape.heads, 1, dtype=torch.float32, device=call.q.device)
 
 
-def _shape(call: AttentionCall, kv_heads: int) -> cudnn.Shape:
+def _step_and_shape(call: AttentionCall, copies: int) -> tuple[int, cudnn.Shape]:
+    """KV heads at a time, and the graph for them."""
     batch, heads, length, width = call.q.shape
-    longest = cudnn.bound(length)
-    return cudnn.Shape(
+    kv_heads, longest = sorted_rows.heads_at_once(call, copies), cudnn.bound(length)
+    return kv_heads, cudnn.Shape(
         jobs=batch * call.pattern.num_groups,
         heads=kv_heads * heads // call.k.shape[1],
         kv_heads=kv_heads,

@@ -268,8 +268,13 @@ def triton_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """out [B, H, Tq, Dv] in the dtype of v, logsumexp [B, H, Tq] fp32."""
     batch, heads, num_queries, _ = call.q.shape
     # Laid out as the model wants it next: [B, Tq, H, Dv], seen as [B, H, Tq, Dv].
-    out = torch.empty(batch, num_queries, heads, call.v.shape[-1], dtype=call.v.dtype, device=call.q.device)
-    out = out.transpose(1, 2)
+    width = call.v.shape[-1]
+    out = torch.empty_strided(
+        (batch, heads, num_queries, width),
+        (num_queries * heads * width, width, heads * width, 1),
+        dtype=call.v.dtype,
+        device=call.q.device,
+    )
     lse = torch.empty(batch, heads, num_queries, dtype=torch.float32, device=call.q.device)
     if num_queries == 0:
         return out, lse
@@ -306,19 +311,20 @@ def launch_near(
 ) -> None:
     """plan: None where positions are plain. seed: what queries saw in their groups, for a run of KV heads."""
     (batch, _, num_queries, _), (_, kv_heads, num_keys, _) = call.q.shape, call.k.shape
-    tile, pattern = tile_for("near", call), call.pattern
+    tile, pattern = setup.once("near tile", lambda: tile_for("near", call)), call.pattern
     planned = (lse, lse, lse) if plan is None else (plan.query_slots, plan.key_slots, plan.ranges)
     seeds = (lse, lse, lse, lse) if seed is None else (call.key_groups, seed.places, seed.out, seed.lse)
     first_head, heads = (0, kv_heads) if seed is None else (seed.first_head, seed.kv_heads)
-    tensors, strides = rows_and_strides(call, out)
+    tensors, strides = rows_and_strides(call, setup, out)
+    tiles = ceil_div(num_queries, tile.rows // setup.heads_a_key)
     setup.launch(
-        ("near", seed is None), _near_kernel, (ceil_div(num_queries, tile.rows // setup.heads_a_key), heads, batch),
+        "near" if seed is None else "near, seeded", _near_kernel, (tiles, heads, batch),
         (
             *tensors, lse, *planned, *seeds, *strides,
             num_queries, num_keys, kv_heads, first_head, heads * setup.heads_a_key, pattern.window, pattern.num_sinks,
             call.scale, call.softcap or 1.0,
         ),
-        {
+        lambda: {
             "PLAIN": plan is None, "SQUARE": seed is not None, "SINKS": pattern.num_sinks > 0,
             **setup.sizes, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys,
         },
@@ -333,13 +339,13 @@ def _launch_far(call: AttentionCall, setup: Setup, plan: FarPlan, out: Tensor, l
     dedup, in_bulk = can_meet_twice(call), bulk.serves(call, setup)
     bits, barred = set_bits(call) if dedup else (plan.key_slots, plan.key_slots)
     ranged = call.tokens.key_segments is not None or call.pattern.sliding_window is not None
-    tile = tile_for("far", call)
+    tile = setup.once("far tile", lambda: tile_for("far", call))
     rows = tile.rows // setup.heads_a_key
     tiles = ceil_div(num_queries, rows) + groups  # every group may end in a tile that is not full
-    (q, _, _, out), strides = rows_and_strides(call, out)
-    step = sorted_rows.heads_at_once(call, copies=3 if in_bulk else 2)
+    (q, _, _, out), strides = rows_and_strides(call, setup, out)
+    step = setup.once("far step", lambda: sorted_rows.heads_at_once(call, copies=3 if in_bulk else 2))
     k, v = room_for(call, step, "kv", entries)
-    strides[3:9] = [*sorted_rows.strides(k), *sorted_rows.strides(v)]
+    strides = (*strides[:3], *sorted_rows.strides(k), *sorted_rows.strides(v), *strides[9:])
     for first_head in range(0, kv_heads, step):
         slots = plan.key_slots if routers == 1 else plan.key_slots[:, first_head : first_head + step]
         _sort_keys(call, setup, slots, k, v, first_head)
@@ -355,7 +361,7 @@ def _launch_far(call: AttentionCall, setup: Setup, plan: FarPlan, out: Tensor, l
                     num_queries, num_keys, entries, kv_heads, first_head, routers, visit,
                     call.scale, call.softcap or 1.0,
                 ),
-                {
+                lambda: {
                     "VISITS": query_k, "GROUPS": groups, "BLOCK_GROUPS": power_of_2(groups),
                     "RANGED": ranged, "DEDUP": dedup,
                     "BULK": in_bulk, "JOB_ROWS": bulk.job_rows(rows), "LEAST": bulk.LEAST_KEYS,
@@ -396,7 +402,14 @@ def _bits(ids: Tensor) -> Tensor:
     return torch.ones_like(ids) << ids
 
 
-def rows_and_strides(call: AttentionCall, out: Tensor) -> tuple[list[Tensor], list[int]]:
+def rows_and_strides(
+    call: AttentionCall, setup: Setup, out: Tensor
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], tuple[int, ...]]:
     """q, k, v and out with rows that run on in memory, and their strides (batch, head, token)."""
-    tensors = [x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k, call.v, out)]
-    return tensors, [stride for x in tensors for stride in x.stride()[:3]]
+    tensors = call.q, call.k, call.v, out
+    contiguous = setup.once("contiguous", lambda: [x.stride(-1) == 1 for x in tensors])
+    if not all(contiguous):
+        q, k, v, out = (x if fine else x.contiguous() for x, fine in zip(tensors, contiguous, strict=True))
+        tensors = q, k, v, out
+    strides = setup.once("strides", lambda: tuple(stride for x in tensors for stride in x.stride()[:3]))
+    return tensors, strides

@@ -433,7 +433,7 @@ def _query_rows(setup: Setup, grad: Tensor, out: Tensor, lse: Tensor) -> Row:
             grad, out, lse.contiguous(), rows.delta, rows.lse,
             *grad.stride()[:3], *out.stride()[:3], num_queries, heads,
         ),
-        {"DV": width, "BLOCK_DV": power_of_2(width), "BLOCK_M": block},
+        lambda: {"DV": width, "BLOCK_DV": power_of_2(width), "BLOCK_M": block},
     )  # fmt: skip
     return rows
 
@@ -443,7 +443,7 @@ class _Pass:
 
     def __init__(self, call: AttentionCall, setup: Setup, grad: Tensor, rows: Row, far: FarPlan | None = None) -> None:
         self.call, self.setup, self.far, self.name = call, setup, far, "far" if far else "near"
-        tensors, self.strides = rows_and_strides(call, grad)
+        tensors, self.strides = rows_and_strides(call, setup, grad)
         self.tensors = (*tensors, *rows)
         self.nothing = rows.lse  # stands for a tensor that a pass does not read
         self.ranged = call.tokens.key_segments is not None or call.pattern.sliding_window is not None
@@ -475,7 +475,7 @@ class _Pass:
         tiles = ceil_div(length, rows) + (self.call.pattern.num_groups if self.far else 0)
         self.setup.launch(
             (self.name, side, *flags.values()), kernel, (tiles, heads, self.call.q.shape[0]), arguments,
-            {**self.flags, **flags, **self.setup.sizes, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys},
+            lambda: {**self.flags, **flags, **self.setup.sizes, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys},
             warps=tile.warps, stages=tile.stages,
         )  # fmt: skip
 
@@ -531,7 +531,7 @@ class _Pass:
                 *self.tensors, *parts, ids, *self.strides, num_queries, num_keys, call.k.shape[1], first_head,
                 call.pattern.window, num_sinks, call.scale, call.softcap or 1.0, QUERIES_A_STRETCH,
             ),
-            {"SQUARE": square, **self.setup.sizes, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys},
+            lambda: {"SQUARE": square, **self.setup.sizes, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys},
             warps=tile.warps, stages=tile.stages,
         )  # fmt: skip
         return parts[0].sum(0), parts[1].sum(0)

@@ -197,7 +197,7 @@ def plan_far(call: AttentionCall, setup: Setup, backward: bool = False) -> tuple
             key_slots, key_slots, key_slots,
             num_queries, num_keys, call.pattern.num_sinks, blocks, call.pattern.window, 0, 0, 0,
         ),
-        {**sizes, "CHUNK": COUNTS_AT_ONCE, "SQUARE": False, "BACKWARD": backward},
+        lambda: {**sizes, "CHUNK": COUNTS_AT_ONCE, "SQUARE": False, "BACKWARD": backward},
     )  # fmt: skip
     return FarPlan(query_slots, ranges, starts, key_slots, key_starts, key_slots), seen_by
 
@@ -205,8 +205,8 @@ def plan_far(call: AttentionCall, setup: Setup, backward: bool = False) -> tuple
 class SquarePlan(NamedTuple):
     """Tokens sorted by their one group, for keys and queries alike. R = 1."""
 
-    slots: Tensor  # [B, T] int32: which token stands at each place
-    places: Tensor  # [B, T] int32: where each token stands
+    slots: Tensor  # [B, 1, T] int32: which token stands at each place
+    places: Tensor  # [B, 1, T] int32: where each token stands
     jobs: Jobs  # the groups of all rows one after the other
 
 
@@ -215,7 +215,8 @@ def plan_square(call: AttentionCall, setup: Setup, heads: int, kv_heads: int) ->
     batch, num_keys, groups, device = call.k.shape[0], call.k.shape[2], call.pattern.num_groups, call.q.device
     ids, width = call.key_groups.contiguous(), call.q.shape[-1]
     sizes, blocks, counts = _count(call, setup, ids, ids, num_sinks=0)
-    slots, places = torch.empty(2, batch, num_keys, dtype=torch.int32, device=device).unbind(0)
+    slots = torch.empty(batch, 1, num_keys, dtype=torch.int32, device=device)
+    places = torch.empty(batch, 1, num_keys, dtype=torch.int32, device=device)
     lengths = torch.empty(batch * groups, dtype=torch.int32, device=device)
     offsets = torch.empty(3, batch * groups + 1, dtype=torch.int64, device=device)
     setup.launch(
@@ -224,7 +225,7 @@ def plan_square(call: AttentionCall, setup: Setup, heads: int, kv_heads: int) ->
             ids, ids, counts, slots, slots, slots, slots, slots, slots, places, lengths, offsets,
             num_keys, num_keys, 0, blocks, call.pattern.window, heads * width, kv_heads * width, heads,
         ),
-        {**sizes, "CHUNK": COUNTS_AT_ONCE, "SQUARE": True, "BACKWARD": False},
+        lambda: {**sizes, "CHUNK": COUNTS_AT_ONCE, "SQUARE": True, "BACKWARD": False},
     )  # fmt: skip
     return SquarePlan(slots, places, Jobs(lengths, lengths, offsets))
 
@@ -240,6 +241,6 @@ def _count(
     counts = torch.empty(batch * routers, choices + 1, blocks, width, dtype=torch.int32, device=call.q.device)
     setup.launch(
         "count", _count_kernel, (blocks, choices + 1, batch * routers),
-        (query_ids, key_ids, counts, num_queries, call.k.shape[2], num_sinks, blocks), sizes,
+        (query_ids, key_ids, counts, num_queries, call.k.shape[2], num_sinks, blocks), lambda: sizes,
     )  # fmt: skip
     return sizes, blocks, counts

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from focus_attn.router import Router, Routing, sinkhorn
-from focus_attn.visibility import memberships
+from focus_attn.router import Router, sinkhorn
 
 if TYPE_CHECKING:
     from focus_attn.model import FocusModel
@@ -24,9 +23,10 @@ def routed_layers(model: FocusModel) -> list[tuple[int, Router]]:
     return sorted(((index, router) for index, router in layers if router is not None), key=lambda pair: pair[0])
 
 
-def key_loads(routing: Routing, real: Tensor) -> Tensor:
-    """How many tokens belong to each group, [R, K] int64."""
-    return (memberships(routing.key_groups, routing.key_scores.shape[-1]) & real[:, None, :, None]).sum((0, 2))
+def group_members(key: Tensor, real: Tensor) -> Tensor:
+    """How many tokens belong to each group, [R, K]. key [B, R, T, K]: straight-through assignments, so that this counts
+    what is served."""
+    return (key * real[:, None, :, None]).sum((0, 2))
 
 
 def sinkhorn_divergence(scores: Tensor, real: Tensor, temperature: float, iterations: int) -> Tensor:
@@ -42,12 +42,9 @@ def sinkhorn_divergence(scores: Tensor, real: Tensor, temperature: float, iterat
     return divergence.sum() / (real.sum().clamp_min(1) * scores.shape[1])
 
 
-def overfull(key: Tensor, real: Tensor, largest_group: float) -> Tensor:
+def overfull(members: Tensor, largest_group: float) -> Tensor:
     """How far the key groups stand above the cap, relative to it: summed over groups, mean over routers.
-
-    key [B, R, T, K]: straight-through assignments, so that this counts what is served.
-    """
-    members = (key * real[:, None, :, None]).sum((0, 2))  # [R, K]
+    members [R, K]."""
     share = members / members.detach().sum(-1, keepdim=True).clamp_min(1)
     return (share / largest_group - 1).clamp_min(0).sum(-1).mean()
 
@@ -62,9 +59,9 @@ def nudge_bias(model: FocusModel, loads: Tensor, rate: float) -> None:
         raise ValueError(
             f"`loads` must be [layers, routers, groups] for the {len(layers)} routed layers, got {list(loads.shape)}"
         )
-    for (_, router), load in zip(layers, loads, strict=True):
-        load = load[: router.num_routers].to(router.bias)
-        groups = load.shape[-1]
-        over = groups * load / load.sum(-1, keepdim=True).clamp_min(1) - 1
-        move = rate * over.clamp_max(1.0)
-        router.bias[-1] -= move - move.mean(-1, keepdim=True)  # a shift of all groups alike would say nothing
+    over = loads.shape[-1] * loads / loads.sum(-1, keepdim=True).clamp_min(1) - 1
+    move = rate * over.clamp_max(1.0)
+    move = move - move.mean(-1, keepdim=True)  # a shift of all groups alike would say nothing
+    biases = [router.bias[-1] for _, router in layers]
+    moves = [one[: len(bias)].to(bias) for one, bias in zip(move, biases, strict=True)]
+    torch._foreach_sub_(biases, moves)  # as optimisers do: one launch for all layers

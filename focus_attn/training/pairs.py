@@ -6,10 +6,11 @@ running sums of the keys' assignments count them in time and memory linear in th
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from focus_attn.router import Routing
 from focus_attn.training.packing import Packing
 from focus_attn.visibility import Pattern, memberships
 
@@ -43,15 +44,23 @@ class PairCount:
         return (self.near + far) / self.causal.clamp_min(1)
 
 
-def soft_assignments(scores: Tensor, k: int, temperature: float) -> Tensor:
-    """[..., K] scores -> how much of the token is in each group, k in all, none above 1."""
-    return (k * (scores / temperature).softmax(-1)).clamp_max(1.0)
+def soft_assignments(probabilities: Tensor, k: int) -> Tensor:
+    """[..., K] softmax of the scores -> how much of the token is in each group, k in all, none above 1."""
+    return probabilities if k == 1 else (k * probabilities).clamp_max(1.0)
 
 
-def straight_through(routing: Routing, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Hard assignments [B, R, T, K] in value, with the gradients of the soft ones."""
-    groups = query.shape[-1]
-    hard_query, hard_key = (
-        memberships(ids, groups).to(query.dtype) for ids in (routing.query_groups, routing.key_groups)
-    )
-    return hard_query + (query - query.detach()), hard_key + (key - key.detach())
+def straight_through(groups: Tensor, soft: Tensor) -> Tensor:
+    """Ids [B, R, T, k] -> hard assignments [B, R, T, K] in value, with the gradients of the soft ones."""
+    return _InPlaceOf.apply(memberships(groups, soft.shape[-1]).to(soft.dtype), soft)  # type: ignore[no-any-return]
+
+
+class _InPlaceOf(torch.autograd.Function):
+    """One tensor in value, another in gradient: `hard + soft - soft.detach()` without the sums."""
+
+    @staticmethod
+    def forward(ctx: Any, hard: Tensor, soft: Tensor) -> Tensor:
+        return hard.view_as(hard)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, grad

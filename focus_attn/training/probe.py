@@ -6,20 +6,21 @@ probes, therefore look at everything they drop: were key j added to what query i
     w_ij (v_j - o_i)    with    w_ij = sigmoid(s_ij - lse_i)
 
 and the router gets the gradient of that move times the soft affinity a_i . b_j. The output itself stays what hard
-routing gives, to the bit. n probes cost n / T of dense attention.
+routing gives, to the bit, so all of it happens in the backward pass, by hand: autograd would launch twice as much. n
+probes cost n / T of dense attention.
 """
 
 from __future__ import annotations
 
-import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from focus_attn.attention.reference import spread_over_heads
 from focus_attn.layer import AttentionInputs
 from focus_attn.router import Routing
-from focus_attn.visibility import Pattern, near_and_reachable, shares_group
+from focus_attn.visibility import Pattern, Tokens, near_and_reachable, shares_group
 
 
 class Probe:
@@ -29,36 +30,98 @@ class Probe:
         """`count` queries, drawn from `first` on, stand for all of them."""
         self.positions = torch.randint(first, tokens, (count,), device=device)
         self.scale = weight * (tokens - first) / count
+        self._far: dict[Pattern, Tensor] = {}
 
     def __call__(
-        self, inputs: AttentionInputs, routing: Routing, gates: tuple[Tensor, Tensor], pattern: Pattern, out: Tensor
+        self,
+        inputs: AttentionInputs,
+        routing: Routing,
+        gates: tuple[Tensor, Tensor],
+        pattern: Pattern,
+        out: Tensor,
+        lse: Tensor,
     ) -> Tensor:
         """`out` [B, H, T, Dv] in value, with the gradients of what the probes drop. gates: log assignments [B, R, T, K]
-        of both sides, which alone receive them."""
-        with torch.autocast(device_type=out.device.type, enabled=False):
-            heads, at = out.shape[1], self.positions
-            query, key = (gate.float().exp() for gate in gates)
-            affinity = spread_over_heads(query[:, :, at] @ key.transpose(-1, -2), heads)  # [B, H, n, T]
-            weight, values = self._what_is_dropped(inputs, routing, pattern)
-            moved = weight * affinity
-            move = moved @ values - moved.sum(-1, keepdim=True) * out[:, :, at].detach().float()
-            move = self.scale * (move - move.detach())
-        return out.index_add(2, at, move.to(out.dtype))
+        of both sides, which alone receive them. lse: [B, H, T]."""
+        tensors = (inputs.q, inputs.k, inputs.v, lse, routing.query_groups, routing.key_groups)
+        far = self._far_of(inputs.tokens, pattern)
+        given = _Given(self.positions, self.scale, far, inputs.scale, inputs.softcap, pattern.num_groups)
+        return _DroppedPairs.apply(out, *gates, *tensors, given)  # type: ignore[no-any-return]
 
-    @torch.no_grad()
-    def _what_is_dropped(self, inputs: AttentionInputs, routing: Routing, pattern: Pattern) -> tuple[Tensor, Tensor]:
-        """w [B, H, n, T], 0 where nothing is dropped, and the values [B, H, T, Dv], fp32."""
-        heads, at, tokens = inputs.q.shape[1], self.positions, inputs.tokens
-        k, v = (spread_over_heads(x.float(), heads) for x in (inputs.k, inputs.v))
-        scores = (inputs.q[:, :, at].float() @ k.transpose(-1, -2)) * inputs.scale
-        if inputs.softcap is not None:
-            scores = inputs.softcap * torch.tanh(scores / inputs.softcap)
-        segments = None if tokens.query_segments is None else tokens.query_segments[:, at]
-        probing = tokens._replace(query_positions=tokens.query_positions[:, at], query_segments=segments, plain=False)
-        near, reachable = near_and_reachable(probing, pattern)
-        shared = shares_group(routing.query_groups[:, :, at], routing.key_groups, pattern.num_groups)
-        visible = spread_over_heads(near | (reachable & shared), heads)
-        lse = scores.masked_fill(~visible, -math.inf).logsumexp(-1, keepdim=True)
-        if inputs.sink_logits is not None:
-            lse = torch.logaddexp(lse, inputs.sink_logits.float()[:, None, None])
-        return torch.sigmoid(scores - lse) * (spread_over_heads(reachable, heads) & ~visible), v
+    def _far_of(self, tokens: Tokens, pattern: Pattern) -> Tensor:
+        """[B, 1, n, T] bool: the keys that routing decides about. One batch, so all layers of a pattern share them."""
+        if pattern not in self._far:
+            at = self.positions
+            segments = None if tokens.query_segments is None else tokens.query_segments[:, at]
+            positions = tokens.query_positions[:, at]
+            near, reachable = near_and_reachable(
+                tokens._replace(query_positions=positions, query_segments=segments, plain=False), pattern
+            )
+            self._far[pattern] = reachable & ~near
+        return self._far[pattern]
+
+
+class _Given(NamedTuple):
+    """What the backward pass needs to know besides the layer's tensors."""
+
+    positions: Tensor  # [n]
+    weight: float
+    far: Tensor  # [B, 1, n, T]
+    scale: float  # of q . k
+    softcap: float | None
+    num_groups: int
+
+
+class _DroppedPairs(torch.autograd.Function):
+    """The output as it is; the gates get the gradient of what the probes drop."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *tensors_and_given: Any) -> Tensor:
+        *tensors, ctx.given = tensors_and_given
+        ctx.save_for_backward(out, *tensors)
+        return out.view_as(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.autocast(device_type=grad.device.type, enabled=False):
+            query, key = _gate_gradients(grad, *ctx.saved_tensors, ctx.given)
+        return (grad, query, key, *[None] * 7)
+
+
+def _gate_gradients(
+    grad: Tensor,
+    out: Tensor,
+    query_gate: Tensor,
+    key_gate: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    query_groups: Tensor,
+    key_groups: Tensor,
+    given: _Given,
+) -> tuple[Tensor, Tensor]:
+    at, routers = given.positions, query_gate.shape[1]
+
+    def probed(x: Tensor) -> Tensor:
+        """[B, H, T, width] -> [B, Hkv, queries of all its heads, width] fp32: keys need no copy for every head."""
+        return x.index_select(2, at).float().unflatten(1, (k.shape[1], -1)).flatten(2, 3)
+
+    pull, seen = probed(grad) * given.weight, probed(out)
+    scores = (probed(q) * given.scale) @ k.float().transpose(-1, -2)
+    if given.softcap is not None:
+        scores = given.softcap * torch.tanh(scores / given.softcap)
+    weight = torch.sigmoid(scores - probed(lse[..., None]))
+    gain = pull @ v.float().transpose(-1, -2) - (pull * seen).sum(-1, keepdim=True)
+    by_router = (weight * gain).unflatten(2, (-1, len(at))).flatten(1, 2).unflatten(1, (routers, -1)).sum(2)
+
+    query_ids = query_groups.index_select(2, at)
+    if query_ids.shape[-1] == key_groups.shape[-1] == 1:
+        shared = query_ids == key_groups.transpose(-1, -2)
+    else:
+        shared = shares_group(query_ids, key_groups, given.num_groups)
+    affinity = by_router * (given.far & ~shared)  # its gradient, [B, R, n, T]
+    query, key = query_gate.index_select(2, at).float().exp(), key_gate.float().exp()
+    query_grad = torch.zeros_like(query_gate).index_add_(2, at, (query * (affinity @ key)).to(query_gate.dtype))
+    return query_grad, (key * (affinity.transpose(-1, -2) @ query)).to(key_gate.dtype)

@@ -14,7 +14,7 @@ from torch import Tensor
 from focus_attn.config import FocusConfig
 from focus_attn.layer import FocusLayer
 from focus_attn.router import Routing
-from focus_attn.training.balance import key_loads, overfull, sinkhorn_divergence
+from focus_attn.training.balance import group_members, overfull, sinkhorn_divergence
 from focus_attn.training.packing import Packing
 from focus_attn.training.pairs import PairCount, soft_assignments, straight_through
 from focus_attn.visibility import EVERYTHING, Pattern
@@ -46,12 +46,14 @@ def routing_terms(
             alike.setdefault((layer.spec.sliding_window, layer.router.num_routers), []).append(layer)
 
     parts: list[tuple[int, Tensor]] = []  # how many layers, their terms
-    loads: dict[int, Tensor] = {}
+    members: dict[int, Tensor] = {}  # [R, K], R that of the layer with most routers
+    most = max(routers for _, routers in alike)
     for (sliding, routers), some in alike.items():
         indices = [layer.spec.layer_idx for layer in some]
-        together = Routing(*(torch.cat(side, 1) for side in zip(*(routings[i] for i in indices), strict=True)))
-        parts.append((len(some), _terms(together, packing, sliding, model.focus_config, largest_group)))
-        loads.update(zip(indices, key_loads(together, packing.real).unflatten(0, (-1, routers)), strict=True))
+        terms, loads = _terms([routings[i] for i in indices], packing, sliding, model.focus_config, largest_group)
+        parts.append((len(some), terms))
+        filled = torch.nn.functional.pad(loads.unflatten(0, (-1, routers)), (0, 0, 0, most - routers))
+        members.update(zip(indices, filled, strict=True))
     means = _weighted_mean(parts)
     if alone:
         kept = torch.stack([_left_alone(layer, packing) for layer in alone]).mean()
@@ -59,31 +61,32 @@ def routing_terms(
         # Of the terms only the pairs kept and expected know layers that are left alone.
         means = torch.cat([torch.lerp(means[:2], kept.expand(2), share), means[2:]])
     kept, expected, over, imbalance, confidence = means
-    most = max(load.shape[0] for load in loads.values())
-    filled = [torch.nn.functional.pad(loads[i], (0, 0, 0, most - len(loads[i]))) for i in sorted(loads)]
-    return RoutingTerms(kept, over, imbalance, expected.detach(), confidence.detach(), torch.stack(filled))
+    loads = torch.stack([members[i] for i in sorted(members)]).long()
+    return RoutingTerms(kept, over, imbalance, expected.detach(), confidence.detach(), loads)
 
 
 def _terms(
-    routing: Routing, packing: Packing, sliding: int | None, config: FocusConfig, largest_group: float
-) -> Tensor:
-    """Pairs kept, pairs expected, overfull, imbalance, confidence, [5]."""
+    routings: list[Routing], packing: Packing, sliding: int | None, config: FocusConfig, largest_group: float
+) -> tuple[Tensor, Tensor]:
+    """Pairs kept, pairs expected, overfull, imbalance, confidence, [5]; the members of each key group, [layers * R, K].
+    Both sides of all layers, [B, 2 * layers * R, T, K], go through one set of operations."""
+    query_groups, key_groups, query_scores, key_scores = zip(*routings, strict=True)
+    scores = torch.cat((*query_scores, *key_scores), 1)
+    probabilities = (scores / config.temperature).softmax(-1)
+    query, key = map(soft_assignments, probabilities.chunk(2, 1), (config.query_top_k, config.key_top_k))
+    hard_query = straight_through(torch.cat(query_groups, 1), query)
+    hard_key = straight_through(torch.cat(key_groups, 1), key)
+    members = group_members(hard_key, packing.real)
     count = PairCount(packing, Pattern(config.num_groups, config.window, config.num_sinks, sliding))
-    query = soft_assignments(routing.query_scores, config.query_top_k, config.temperature)
-    key = soft_assignments(routing.key_scores, config.key_top_k, config.temperature)
-    hard_query, hard_key = straight_through(routing, query, key)
-    sides = (routing.query_scores, routing.key_scores)
-    divergences = [sinkhorn_divergence(x, packing.real, config.temperature, config.sinkhorn_iters) for x in sides]
     surest = (query.detach().amax(-1) + key.detach().amax(-1)) / 2 * packing.real[:, None]  # [B, R, T]
-    return torch.stack(
-        [
-            count.share(hard_query, hard_key),
-            count.share(query.detach(), key.detach()),
-            overfull(hard_key, packing.real, largest_group),
-            (divergences[0] + divergences[1]) / 2,
-            surest.sum() / (packing.real.sum().clamp_min(1) * surest.shape[1]),
-        ]
-    )
+    terms = [
+        count.share(hard_query, hard_key),
+        count.share(query.detach(), key.detach()),
+        overfull(members, largest_group),
+        sinkhorn_divergence(scores, packing.real, config.temperature, config.sinkhorn_iters),
+        surest.sum() / (packing.real.sum().clamp_min(1) * surest.shape[1]),
+    ]
+    return torch.stack(terms), members.detach()
 
 
 def _left_alone(layer: FocusLayer, packing: Packing) -> Tensor:
