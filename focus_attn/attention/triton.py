@@ -269,10 +269,11 @@ def triton_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
     batch, heads, num_queries, _ = call.q.shape
     # Laid out as the model wants it next: [B, Tq, H, Dv], seen as [B, H, Tq, Dv].
     width = call.v.shape[-1]
+    # Several rounds of visits would round to half precision several times.
     out = torch.empty_strided(
         (batch, heads, num_queries, width),
         (num_queries * heads * width, width, heads * width, 1),
-        dtype=call.v.dtype,
+        dtype=call.v.dtype if call.query_groups.shape[-1] == 1 else torch.float32,
         device=call.q.device,
     )
     lse = torch.empty(batch, heads, num_queries, dtype=torch.float32, device=call.q.device)
@@ -284,9 +285,8 @@ def triton_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
     else:
         _near_and_far(call, setup, out, lse)
     if call.sink_logits is not None:
-        merged, lse = merge_sink_logits(out.float(), lse, call.sink_logits)
-        out = merged.to(out.dtype)
-    return out, lse
+        out, lse = merge_sink_logits(out.float(), lse, call.sink_logits)
+    return out.to(call.v.dtype), lse
 
 
 def _near_and_far(call: AttentionCall, setup: Setup, out: Tensor, lse: Tensor) -> None:
