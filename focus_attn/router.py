@@ -130,9 +130,10 @@ def sinkhorn(logits: Tensor, iterations: int, token_mask: Tensor | None = None) 
     `token_mask` [B, T]: padding takes no part in the balance, and is in all groups alike.
     """
     log_p = logits.float().transpose(-1, -2)  # [..., K, T]: both sums are then quick on a GPU, one kernel each
+    padding = None if token_mask is None else ~token_mask[:, None, None]
     for _ in range(iterations):
-        if token_mask is not None:  # finite, so that an empty row does not become NaN
-            log_p = log_p.masked_fill(~token_mask[:, None, None], torch.finfo(log_p.dtype).min / 2)
+        if padding is not None:  # finite, so that an empty row does not become NaN
+            log_p = log_p.masked_fill(padding, torch.finfo(log_p.dtype).min / 2)
         log_p = log_p.log_softmax(-1).log_softmax(-2)
     return log_p.transpose(-1, -2).contiguous()
 

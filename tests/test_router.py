@@ -15,6 +15,21 @@ def test_sinkhorn_rows_sum_to_one_and_columns_balance(tokens: int, scores_dtype:
     assert (p.sum(-2) / (tokens / 8) - 1).abs().max() < 0.05
 
 
+def test_sinkhorn_is_the_published_alternation_in_value_and_gradient() -> None:
+    logits, pull = torch.randn(2, 3, 40, 5, requires_grad=True), torch.randn(2, 3, 40, 5)
+    plain = logits.detach().double().requires_grad_()
+    p = plain.exp()
+    for _ in range(10):
+        p = p / p.sum(-2, keepdim=True)
+        p = p / p.sum(-1, keepdim=True)
+    log_p = sinkhorn(logits, 10)
+    torch.testing.assert_close(log_p.double(), p.log(), rtol=1e-5, atol=1e-5)
+    (log_p * pull).sum().backward()
+    (p.log() * pull).sum().backward()
+    assert logits.grad is not None and plain.grad is not None
+    torch.testing.assert_close(logits.grad.double(), plain.grad, rtol=1e-4, atol=1e-5)
+
+
 def test_sinkhorn_at_the_published_temperature_is_less_balanced_as_documented() -> None:
     p = sinkhorn(torch.randn(4, 1, 1024, 8) / 0.1, 10).exp()
     assert (p.sum(-1) - 1).abs().max() < 1e-5

@@ -55,6 +55,7 @@ def test_a_recipe_survives_its_dict_and_numbers_without_a_dot(tmp_path):
         ("gradient_checkpointing: perhaps", "must be true or false"),
         ("focus: {window: 128}\nstages:\n  - length: 200", "twice the window and the sinks, 264"),
         ("focus: {}\nstages:\n  - {length: 1024, budget: 0.1}", r"`stages\[0\]`: `budget` 0.1 leaves nothing"),
+        ("focus: {}\nstart: {largest_group: 0.1}", "`start`: `largest_group` is a share of the keys, from"),
         ("data: {text: 3}", "`data`: `text` must be a non-empty string"),
         ("xyzzy: 1", "a recipe has no field 'xyzzy': the fields are"),
         ("- a list", "a recipe must hold fields"),

@@ -9,7 +9,7 @@ from focus_attn.evaluation import block_perplexity
 from focus_attn.layer import AttentionInputs
 from focus_attn.training import fit_coverage
 from focus_attn.training.coverage import _far_budget
-from focus_attn.training.objectives import coverage_loss, covered, far_attention, far_pairs_kept
+from focus_attn.training.objectives import coverage_loss, covered, crowding, far_attention, far_pairs_kept
 from focus_attn.visibility import Pattern, Tokens, covered_mass, near_and_reachable, visible_mask
 
 CONFIG = FocusConfig(num_groups=4, window=8, num_sinks=2, router_dim=8)
@@ -87,6 +87,15 @@ def test_loss_is_free_below_the_budget_and_grows_above_it():
     assert 0.1 < costs[0] < costs[1] < costs[2]
 
 
+def test_crowding_is_free_below_the_cap_and_quadratic_above_it():
+    key = torch.zeros(2, 4, 20)
+    key[0, 0, :10], key[0, 1, 10:] = 1, 1  # half the keys each
+    key[1, :, :] = 0.25
+    torch.testing.assert_close(crowding(key, 0.5), torch.zeros(2))
+    torch.testing.assert_close(crowding(key, 0.25), torch.tensor([1.0, 0.0]))  # two groups at twice the cap
+    torch.testing.assert_close(crowding(2 * key, 0.25), torch.tensor([1.0, 0.0]))  # with two groups a key as well
+
+
 def planted_model():
     """A llama whose attention is sharp: with wide weights there is something for routers to find."""
     model = tiny_model()
@@ -111,6 +120,22 @@ def test_fit_covers_more_than_chance_within_the_budget():
     for name, value in model.base_model.named_parameters():
         if "focus" not in name:
             assert torch.equal(value, before[name])
+
+
+def test_fit_evens_the_groups_out_where_one_would_hold_most_keys():
+    blocks, sizes = tokens(batch=6, length=128), {}
+    for largest_group in (1.0, 0.3):
+        model = get_focus_model(planted_model(), CONFIG)
+        for layer in model.focus_layers():
+            layer.router.bias[-1, :, 0] = 3.0  # most keys start in one group
+        fit = fit_coverage(
+            model, blocks, steps=120, budget=0.6, learning_rate=0.01, start=None, largest_group=largest_group
+        )
+        with torch.no_grad(), model.record_stats() as stats:
+            model(blocks)
+        assert fit.largest_group == pytest.approx(stats.dominance, abs=0.1)  # by block, and over all of them
+        sizes[largest_group] = stats.dominance
+    assert sizes[0.3] < 0.5 < 0.6 < sizes[1.0]
 
 
 def test_fit_is_reproducible_and_leaves_no_gradients():
@@ -151,6 +176,7 @@ def test_far_budget_counts_the_pairs_that_are_kept_anyway():
         (tokens(1, 64), {"budget": 0.1}, "leaves nothing for the routers"),
         (tokens(1, 64), {"budget": 1.5}, "between 0 and 1"),
         (tokens(1, 64), {"steps": 0}, "`steps`"),
+        (tokens(1, 64), {"largest_group": 0.1}, "`largest_group` is a share of the keys"),
     ],
 )
 def test_what_cannot_be_fitted_is_refused(blocks, options, message):

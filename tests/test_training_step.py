@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tiny import EXACT, VOCAB, focus, logits, tiny_model, tokens
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from focus_attn import FocusConfig, focus_attention, get_focus_model
 from focus_attn.layer import AttentionInputs
@@ -248,6 +249,53 @@ def test_a_rerun_gets_the_ids_of_the_first_run():
     assert first.query_groups is first.key_groups  # backends recognise shared ids by identity
     assert second.query_groups is first.query_groups and second.key_groups is first.key_groups
     assert not torch.equal(second.query_scores, first.query_scores)
+
+
+class CountLaunches(TorchDispatchMode):
+    """Counts the operators that compute something: about as many launches on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.count += not (operator.is_view or "empty" in operator.name())
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("normalization", "most"), [("softmax", 60), ("sinkhorn", 100)])
+def test_a_layer_adds_few_launches(normalization, most, monkeypatch):
+    """A step of a small model is bound by the host: what Focus does outside its kernels must stay a handful."""
+
+    class OneLaunch(torch.autograd.Function):  # in place of a backend
+        @staticmethod
+        def forward(ctx, q, k, v, *gates):
+            ctx.like = (q, k, v, *gates)
+            return q.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return tuple(torch.empty_like(x) for x in ctx.like)
+
+    def attention(q, k, v, *ids, query_gate, key_gate, return_lse, **rest):
+        out = OneLaunch.apply(q, k, v, query_gate, key_gate)
+        return (out, torch.empty(q.shape[:3])) if return_lse else out
+
+    monkeypatch.setattr("focus_attn.attend.focus_attention", attention)
+    monkeypatch.setattr("focus_attn.router.value_checks", lambda tensor: False)  # as on a GPU
+    config = FocusConfig(num_groups=4, window=8, num_sinks=2, router_dim=8, normalization=normalization)
+    ids, launches = tokens(length=40), {}
+    for layers in (2, 4):
+        model = focus(config=config, num_hidden_layers=layers).train()
+        with CountLaunches() as counted:
+            result = step(model, ids, StepOptions(budget=0.2))
+            result.loss.backward()
+            nudge_bias(model, result.loads, 0.1)
+        hidden = model.base_model.get_input_embeddings()(ids).requires_grad_()
+        with CountLaunches() as base, model.disable_focus():
+            model.base_model.get_decoder()(inputs_embeds=hidden, use_cache=False).last_hidden_state.sum().backward()
+        launches[layers] = counted.count - base.count
+    assert 0 < (launches[4] - launches[2]) / 2 <= most
 
 
 def test_more_than_the_budget_costs_and_less_does_not():

@@ -43,10 +43,10 @@ def sinkhorn_divergence(scores: Tensor, real: Tensor, temperature: float, iterat
 
 
 def overfull(members: Tensor, largest_group: float) -> Tensor:
-    """How far the key groups stand above the cap, relative to it: summed over groups, mean over routers.
-    members [R, K]."""
+    """How far the key groups stand above the cap, relative to it, squared: a group just above it is hardly pushed, and
+    what the model has to say is not drowned. Half the sum over groups, mean over routers. members [R, K]."""
     share = members / members.detach().sum(-1, keepdim=True).clamp_min(1)
-    return (share / largest_group - 1).clamp_min(0).sum(-1).mean()
+    return (share / largest_group - 1).clamp_min(0).square().sum(-1).mean() / 2
 
 
 @torch.no_grad()

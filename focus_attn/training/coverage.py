@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 # Fitted together on a GPU: enough to fill it, few enough for what they are fitted to to fit into memory beside them.
 LAYERS_AT_ONCE = 8
+FAIR_SHARES = 1.6  # of the keys, that a group may hold unless `largest_group` says otherwise
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,10 @@ class CoverageFit:
     def covered_nearby(self) -> float:
         return sum(layer.covered_nearby for layer in self.layers) / len(self.layers)
 
+    @property
+    def largest_group(self) -> float:
+        return sum(layer.largest_group for layer in self.layers) / len(self.layers)
+
 
 def fit_coverage(
     model: FocusModel,
@@ -56,7 +61,8 @@ def fit_coverage(
     budget: float = 0.29,
     queries: int = 128,
     learning_rate: float = 2e-3,
-    start: LayerStart | None = "spectral",
+    start: LayerStart | None = "random",
+    largest_group: float | None = None,
     sensitivity: Tensor | None = None,
     seed: int = 0,
     progress: Progress | None = None,
@@ -75,8 +81,10 @@ def fit_coverage(
         budget: the share of all causal pairs to keep at length T, window and sinks included, mean over the routed
             layers. It is aimed at, not enforced: measure what is kept (`record_stats`).
         queries: how many query positions of each block teach.
-        start: where the routers start: "spectral", "pca_kmeans" or "random", as in `start_routers`; None: where they
-            are. On the embedded default, spectral ends at a lower perplexity with fewer pairs than random.
+        start: where the routers start: "random", "pca_kmeans" or "spectral", as in `start_routers`; None: where they
+            are.
+        largest_group: the share of the keys that one group should hold at most; by default 1.6 / `num_groups`. Like the
+            budget it is aimed at. 1: groups may be of any size.
         sensitivity: [routed layers] what each layer's far attention is worth, as `layer_sensitivity` measures it: the
             budget is then shared accordingly. By default all layers have the same; on the embedded default sharing
             helped a random start and made no difference to the spectral one.
@@ -87,6 +95,7 @@ def fit_coverage(
     for name, value in (("steps", steps), ("queries", queries)):
         if value < 1:
             raise ValueError(f"`{name}` must be at least 1, got {value}")
+    cap = _key_cap(largest_group, config)
     far_budget = _far_budget(budget, token_blocks.shape[1], config)
     routed = routed_layers(model)
     budgets = [far_budget] * len(routed) if sensitivity is None else share_budget(far_budget, sensitivity)
@@ -103,7 +112,7 @@ def fit_coverage(
         for layer in together:
             if start is not None:
                 start_layer(layer.router, layer.seen, start, seed * 100_003 + layer.layer_idx)
-        trainer = LayersTrainer(together, steps, learning_rate, seed)
+        trainer = LayersTrainer(together, steps, learning_rate, seed, cap)
         return trainer.run([far_budgets[layer.layer_idx] for layer in together])
 
     fitted: list[LayerFit] = []
@@ -135,6 +144,18 @@ def _workers(device: torch.device) -> Iterator[ThreadPoolExecutor]:
             yield pool
     finally:
         torch.set_num_threads(threads)
+
+
+def _key_cap(largest_group: float | None, config: FocusConfig) -> float:
+    """The share of the keys that one group may hold."""
+    fair = 1 / config.num_groups
+    if largest_group is None:
+        return min(1.0, FAIR_SHARES * fair)
+    if not fair <= largest_group <= 1:
+        raise ValueError(
+            f"`largest_group` is a share of the keys, from 1 / `num_groups` ({fair:.3g}) to 1, got {largest_group}"
+        )
+    return largest_group
 
 
 def _far_budget(budget: float, length: int, config: FocusConfig) -> float:

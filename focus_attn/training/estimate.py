@@ -17,7 +17,7 @@ from focus_attn.hf import text_config
 from focus_attn.model import FocusModel
 from focus_attn.training.checkpoint import base_parameters
 from focus_attn.training.recipe import Recipe, Stage
-from focus_attn.training.token_losses import LOGITS_AT_ONCE
+from focus_attn.training.token_losses import LOGITS_AT_ONCE, MORE_ON_CUDA
 
 ADAM_BYTES = 8  # two fp32 moments a parameter
 ASSIGNMENTS = 24  # [R, K] tensors in fp32 that a token's routing terms keep
@@ -80,12 +80,13 @@ def estimate_memory(
     unchecked = tokens * layers * layer
     checked = tokens * (layers * between + layer)
     vocabulary = model.base_model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
+    at_once = LOGITS_AT_ONCE * (MORE_ON_CUDA if device.type == "cuda" else 1)
     return MemoryEstimate(
         weights=sum(p.nbytes for p in base) // shared + sum(p.nbytes for p in routers),
         optimizer=sum(p.nbytes + ADAM_BYTES * p.numel() for p in trained) // (shared if everything else 1),
         activations=min(checked, unchecked) if recipe.gradient_checkpointing else unchecked,
         activations_unchecked=unchecked,
-        logits=3 * 4 * min(LOGITS_AT_ONCE, tokens * vocabulary),  # themselves, their softmax, its gradient
+        logits=3 * 4 * min(at_once, tokens * vocabulary),  # themselves, their softmax, its gradient
         available=_available(device),
     )
 

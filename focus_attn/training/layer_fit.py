@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from focus_attn.router import Router
-from focus_attn.training.objectives import FarAttention, coverage_loss, covered, far_pairs_kept
+from focus_attn.training.objectives import FarAttention, coverage_loss, covered, crowding, far_pairs_kept
 from focus_attn.training.observe import Observation
 
 START_TEMPERATURE, END_TEMPERATURE = 1.0, 0.2
 # Hard ids keep somewhat more pairs than the soft assignments that the objective counts.
 HARD_OVERSHOOT = 1.03
+CROWDING_WEIGHT = 0.3  # enough to even the groups out; three times as much costs attention
 
 Lesson = tuple[Tensor, FarAttention]  # normalised hidden states [L, T, d], the attention of L * R routers to cover
 
@@ -32,6 +33,7 @@ class LayerFit(NamedTuple):
     covered: float  # share of the attention that is kept
     covered_nearby: float  # the same with the window and the sinks alone
     far_pairs_kept: float
+    largest_group: float  # share of the keys of a block in it, mean over the layer's routers
 
 
 class ObservedLayer(NamedTuple):
@@ -49,8 +51,10 @@ class ObservedLayer(NamedTuple):
 class LayersTrainer:
     """Fits the routers of layers of one shape, from where they are."""
 
-    def __init__(self, layers: list[ObservedLayer], steps: int, learning_rate: float, seed: int) -> None:
-        self.layers, self.steps, self.learning_rate = layers, steps, learning_rate
+    def __init__(
+        self, layers: list[ObservedLayer], steps: int, learning_rate: float, seed: int, largest_group: float = 1.0
+    ) -> None:
+        self.layers, self.steps, self.learning_rate, self.largest_group = layers, steps, learning_rate, largest_group
         self.config = layers[0].router.config
         generator = torch.Generator().manual_seed(seed * 100_003 + layers[0].layer_idx)
         self.order = torch.randperm(len(layers[0].seen), generator=generator).tolist()
@@ -95,6 +99,7 @@ class LayersTrainer:
             for k, side in self._sides(hidden)
         )
         loss = coverage_loss(attention, query[..., attention.positions], key, budgets)
+        loss = loss + CROWDING_WEIGHT * crowding(key, self.largest_group)
         self.optimizer.zero_grad()
         loss.sum().backward()
         self.optimizer.step()
@@ -108,7 +113,9 @@ class LayersTrainer:
             )
             query = query[..., attention.positions]
             kept = covered(attention, query, key).clamp(0, 1).mean((1, 2))
-            measured.append(torch.stack([kept, attention.near.mean((1, 2)), far_pairs_kept(attention, query, key)]))
+            largest = key.mean(-1).amax(1) / self.config.key_top_k
+            pairs = far_pairs_kept(attention, query, key)
+            measured.append(torch.stack([kept, attention.near.mean((1, 2)), pairs, largest]))
         by_layer = torch.stack(measured).mean(0).unflatten(1, (len(self.layers), -1)).mean(-1).T.tolist()
         return [LayerFit(layer.layer_idx, *values) for layer, values in zip(self.layers, by_layer, strict=True)]
 

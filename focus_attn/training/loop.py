@@ -323,11 +323,12 @@ def _start(run: Run, store: TokenStore) -> None:
     options: dict[str, Any] = {}
     if start.how == "coverage":
         options = {"steps": start.steps, "learning_rate": start.learning_rate}
-        if start.budget is not None:
-            options["budget"] = start.budget
-    start_routers(run.model, blocks, how=start.how, seed=run.recipe.seed, progress=run.progress, **options)
+        asked = {"budget": start.budget, "largest_group": start.largest_group}
+        options.update((name, value) for name, value in asked.items() if value is not None)
+    fit = start_routers(run.model, blocks, how=start.how, seed=run.recipe.seed, progress=run.progress, **options)
     copy_routers_from_main(run.model)
-    run.say(f"start: {start.how}, {duration(time.monotonic() - began)}")
+    found = "" if fit is None else f", {fit.covered:.1%} of the attention kept, largest group {fit.largest_group:.0%}"
+    run.say(f"start: {start.how}, {duration(time.monotonic() - began)}{found}")
 
 
 @contextmanager

@@ -96,3 +96,13 @@ def coverage_loss(attention: FarAttention, query: Tensor, key: Tensor, budget: f
     missed = -covered(attention, query, key).clamp(1e-4, 1.0).log().mean((1, 2))
     excess = (far_pairs_kept(attention, query, key) / budget - 1).clamp_min(0)
     return missed + excess.square() / 2
+
+
+def crowding(key: Tensor, largest_group: float) -> Tensor:
+    """What it costs that key groups hold more than `largest_group` of the keys, [R]. Assignments: key [R, K, T].
+
+    Quadratic above the cap and nothing below it, as with the budget: near the cap it leaves the objective its say.
+    """
+    members = key.sum(-1)
+    share = members / members.detach().sum(1, keepdim=True).clamp_min(1)
+    return (share / largest_group - 1).clamp_min(0).square().sum(1) / 2

@@ -85,11 +85,12 @@ class _DroppedPairs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         with torch.autocast(device_type=grad.device.type, enabled=False):
-            query, key = _gate_gradients(grad, *ctx.saved_tensors, ctx.given)
+            query, key = _gate_gradients(ctx.given, grad, *ctx.saved_tensors)
         return (grad, query, key, *[None] * 7)
 
 
 def _gate_gradients(
+    given: _Given,
     grad: Tensor,
     out: Tensor,
     query_gate: Tensor,
@@ -100,7 +101,6 @@ def _gate_gradients(
     lse: Tensor,
     query_groups: Tensor,
     key_groups: Tensor,
-    given: _Given,
 ) -> tuple[Tensor, Tensor]:
     at, routers = given.positions, query_gate.shape[1]
 
@@ -118,10 +118,10 @@ def _gate_gradients(
 
     query_ids = query_groups.index_select(2, at)
     if query_ids.shape[-1] == key_groups.shape[-1] == 1:
-        shared = query_ids == key_groups.transpose(-1, -2)
+        apart = query_ids != key_groups.transpose(-1, -2)
     else:
-        shared = shares_group(query_ids, key_groups, given.num_groups)
-    affinity = by_router * (given.far & ~shared)  # its gradient, [B, R, n, T]
-    query, key = query_gate.index_select(2, at).float().exp(), key_gate.float().exp()
-    query_grad = torch.zeros_like(query_gate).index_add_(2, at, (query * (affinity @ key)).to(query_gate.dtype))
-    return query_grad, (key * (affinity.transpose(-1, -2) @ query)).to(key_gate.dtype)
+        apart = ~shares_group(query_ids, key_groups, given.num_groups)
+    affinity = by_router * (given.far & apart)  # its gradient, [B, R, n, T]
+    query, key = query_gate.index_select(2, at).exp(), key_gate.exp()
+    query_grad = torch.zeros_like(query_gate).index_add_(2, at, query * (affinity @ key))
+    return query_grad, key * (affinity.transpose(-1, -2) @ query)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from focus_attn.config import FocusConfig
-from focus_attn.training.coverage import _far_budget
+from focus_attn.training.coverage import _far_budget, _key_cap
 from focus_attn.training.fields import (
     as_number,
     check_fields,
@@ -59,6 +59,9 @@ class Start:
     steps: int = integer(240, "of Adam, for each layer (coverage)", 1)
     learning_rate: float = number(2e-3, "of the fit (coverage)")
     budget: float | None = number(None, "share of the causal pairs to keep at `length` (coverage)", 0, 1)
+    largest_group: float | None = number(
+        None, "share of the keys that one group should hold at most (coverage); none: 1.6 / `num_groups`", 0, 1
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -74,7 +77,7 @@ class Stage:
     length: int = integer(8192, "tokens a sequence", 2)
     sequences: int = integer(4, "sequences a step, over all devices", 1)
     micro_batch: int = integer(1, "sequences of one forward on one device; the rest is accumulated", 1)
-    learning_rate: float = number(1e-3, "of the routers, at its highest")
+    learning_rate: float = number(2e-3, "of the routers, at its highest")
     base_learning_rate: float = number(2e-5, "of the other weights, where they are trained")
     warmup: int = integer(50, "steps from 0 to the highest learning rate")
     schedule: Schedule = choice("cosine", "the learning rate after the warm-up", Schedule)
@@ -148,6 +151,11 @@ class Recipe:
                     f"`{where}.length` of {length} tokens leaves the routers next to nothing to choose from: take at "
                     f"least twice the window and the sinks, {least}"
                 )
+        if self.start is not None and self.start.how == "coverage":
+            try:
+                _key_cap(self.start.largest_group, focus)
+            except ValueError as error:
+                raise ValueError(f"`start`: {error}") from None
         for where, stage in self._budgeted():
             try:
                 _far_budget(stage.budget, stage.length, focus)  # type: ignore[arg-type]

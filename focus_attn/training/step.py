@@ -36,11 +36,13 @@ class StepOptions:
         },
     )
     budget_weight: float = field(default=1.0, metadata={"help": "of the pairs above the budget, relative to it"})
-    balance_weight: float = field(default=0.1, metadata={"help": "of the way to Sinkhorn's balance over the batch"})
+    balance_weight: float = field(default=0.0, metadata={"help": "of the way to Sinkhorn's balance over the batch"})
     largest_group: float = field(default=0.40, metadata={"help": "share of the keys that one group may hold"})
-    dominance_weight: float = field(default=1.0, metadata={"help": "of the keys above that share, relative to it"})
+    dominance_weight: float = field(
+        default=0.3, metadata={"help": "of the keys above that share, relative to it and squared"}
+    )
     probes: int = field(default=64, metadata={"help": "queries of a row that also learn from the pairs they drop"})
-    probe_weight: float = field(default=3.0, metadata={"help": "of what they learn; at 1 they stand for all queries"})
+    probe_weight: float = field(default=1.0, metadata={"help": "of what they learn; at 1 they stand for all queries"})
 
     def __post_init__(self) -> None:
         if self.objective not in get_args(Objective):

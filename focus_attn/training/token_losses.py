@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from focus_attn.evaluation.perplexity import _decoder_answers
 
 LOGITS_AT_ONCE = 1 << 25  # elements: 128 MB in fp32, whatever the length and the vocabulary
+MORE_ON_CUDA = 4  # times as many there: a chunk takes the host about as long however large it is
 
 
 class Head:
@@ -21,21 +22,22 @@ class Head:
         self.lm, self.answer = lm, decoder_answer
         self.decoder: nn.Module = lm.get_decoder()  # type: ignore[operator]
         self.vocabulary: int = lm.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
+        self.any_id = torch.zeros(1, 1, dtype=torch.long, device=decoder_answer.last_hidden_state.device)
 
     def log_probabilities(self, hidden: Tensor) -> Tensor:
         """[n, d] -> [n, V] fp32."""
         answer = type(self.answer)(**{**self.answer, "last_hidden_state": hidden[None]})
-        any_id = torch.zeros(1, 1, dtype=torch.long, device=hidden.device)
         with _decoder_answers(self.decoder, answer):
-            logits: Tensor = self.lm(input_ids=any_id, use_cache=False).logits[0]
+            logits: Tensor = self.lm(input_ids=self.any_id, use_cache=False).logits[0]
         return logits.float().log_softmax(-1)
 
     def total(self, loss: Callable[..., Tensor], *by_position: Tensor) -> Tensor:
         """Sum of `loss` over chunks of positions. Each is computed again in the backward pass, not kept."""
-        step = max(1, LOGITS_AT_ONCE // self.vocabulary)
-        total = torch.zeros((), device=by_position[0].device)
+        device = by_position[0].device
+        step = max(1, LOGITS_AT_ONCE * (MORE_ON_CUDA if device.type == "cuda" else 1) // self.vocabulary)
+        total = torch.zeros((), device=device)
         for chunk in zip(*(x.split(step) for x in by_position), strict=True):
-            total = total + checkpoint(loss, *chunk, use_reentrant=False)
+            total = total + checkpoint(loss, *chunk, use_reentrant=False, preserve_rng_state=False)
         return total
 
 

@@ -144,7 +144,8 @@ class FocusTrainer(Trainer):
         self.run, self.index, self.stage = run, index, run.recipe.stages[index]
         self.steps_before = sum(stage.steps for stage in run.recipe.stages[:index])
         self.loads: Tensor | None = None  # of the optimiser step in the making
-        self._measured: dict[str, Tensor] = {}  # sums since the last log line
+        self._measures: list[str] = []  # their names
+        self._measured: Tensor | None = None  # their sums since the last log line
         self._forwards = 0
         self._evaluated_at = self._saved_at = -1
         self.probe = data.blocks[0]["input_ids"][None]
@@ -181,8 +182,9 @@ class FocusTrainer(Trainer):
         left = 1 - (1 - self.stage.exploration_end) * self.state.global_step / self.stage.steps
         result: StepResult = model(**inputs, exploration_left=left)
         self.loads = result.loads if self.loads is None else self.loads + result.loads
-        for name, value in result.measures.items():
-            self._measured[name] = self._measured.get(name, 0) + value
+        self._measures = sorted(result.measures)
+        values = torch.stack([result.measures[name].float() for name in self._measures])
+        self._measured = values if self._measured is None else self._measured + values
         self._forwards += 1
         return result.loss
 
@@ -194,10 +196,10 @@ class FocusTrainer(Trainer):
 
     def take_measures(self) -> dict[str, float]:
         """Means over the forwards since the last call."""
-        names = sorted(self._measured)
-        values = torch.stack([self._measured[name].float() for name in names]) / self._forwards
-        self._measured, self._forwards = {}, 0
-        return dict(zip(names, (sum_over_ranks(values) / world_size()).tolist(), strict=True))
+        assert self._measured is not None
+        values = sum_over_ranks(self._measured / self._forwards) / world_size()
+        self._measured, self._forwards = None, 0
+        return dict(zip(self._measures, values.tolist(), strict=True))
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
@@ -208,10 +210,13 @@ class FocusTrainer(Trainer):
                 {"params": [p for p in self.trained if id(p) in routers], "lr": self.stage.learning_rate},
                 {"params": base, **rates},
             ]
-            # One kernel call for many parameters cannot mix sharded ones with others.
-            together = False if any(map(is_sharded, base)) else None
+            sharded = any(map(is_sharded, base))  # one kernel call for many parameters cannot mix these with others
             self.optimizer = torch.optim.AdamW(
-                [group for group in groups if group["params"]], betas=ADAM_BETAS, weight_decay=0.0, foreach=together
+                [group for group in groups if group["params"]],
+                betas=ADAM_BETAS,
+                weight_decay=0.0,
+                foreach=False if sharded else None,
+                fused=True if self.run.device.type == "cuda" and not sharded else None,
             )
         return self.optimizer
 
