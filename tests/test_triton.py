@@ -249,3 +249,18 @@ def test_long_prefixes_go_through_cudnn(
     for name, mine, exact, plain in zip(NAMES[:4], got, want, rough, strict=False):
         bound = 2 * worst(plain, exact) + 1e-5 if ON_GPU else 1e-5 * max(1.0, float(exact.abs().max()))
         assert worst(mine, exact) <= bound, name
+
+
+def test_ids_may_be_a_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other id of a longer list: kernels read ids one after the other."""
+    if importlib.util.find_spec("cudnn") is None or not ON_GPU:
+        fake_cudnn(monkeypatch)
+    make = torch.Generator().manual_seed(0)
+    dtype = torch.bfloat16 if ON_GPU else torch.float32
+    q, k, v = (torch.randn(1, 2, 99, 16, generator=make).to(DEVICE, dtype).requires_grad_() for _ in range(3))
+    ids, others = (torch.randint(0, 4, (1, 1, 99, 2), generator=make).to(DEVICE)[..., :1] for _ in range(2))
+    grad = torch.randn(q.shape, generator=make).to(DEVICE, dtype)
+    for key_groups in (ids, others):  # shared and not
+        case = Case(q, k, v, ids, key_groups, {"num_groups": 4, "window": 10})
+        for got, want in zip(case.run("triton", grad), case.run("reference", grad), strict=True):
+            assert worst(got, want) <= (1e-5 if dtype == torch.float32 else 0.05) * max(1.0, float(want.abs().max()))

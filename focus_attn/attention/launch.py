@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -85,9 +86,18 @@ def setup_for(call: AttentionCall, *more: Tensor) -> Setup:
 def _signature(call: AttentionCall, more: tuple[Tensor, ...]) -> tuple[Any, ...]:
     q, k, v, tokens = call.q, call.k, call.v, call.tokens
     layouts = [(x.shape, x.stride(), x.data_ptr() % 16 == 0, x.dtype) for x in (q, k, v, *more)]
-    groups = call.query_groups.shape, call.key_groups.shape, call.query_groups.dtype
+    ids = [(x.shape, x.data_ptr() % 16 == 0, x.dtype) for x in (call.query_groups, call.key_groups)]
     kind = tokens.plain, tokens.key_segments is None, call.query_gate is None, call.scale, call.softcap
-    return *layouts, groups, call.pattern, kind, q.device
+    return *layouts, *ids, call.pattern, kind, q.device
+
+
+def with_ids_in_a_row(call: AttentionCall) -> AttentionCall:
+    """The call with ids that lie one after the other, as every kernel reads them; ids that were shared stay so."""
+    query, key = call.query_groups, call.key_groups
+    if query.is_contiguous() and key.is_contiguous():
+        return call
+    rows = query.contiguous()
+    return replace(call, query_groups=rows, key_groups=rows if key is query else key.contiguous())
 
 
 def power_of_2(number: int) -> int:

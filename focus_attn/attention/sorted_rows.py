@@ -63,7 +63,13 @@ def strides(x: Tensor) -> tuple[int, int, int]:
     return x.stride(0), x.stride(1) if x.shape[1] > 1 else x.stride(3), x.stride(2)
 
 
-@triton.jit(do_not_specialize=["first_a", "first_b", "first_c", "tokens_a", "tokens_b", "tokens_c"])
+# Slots may be a part of a plan that begins anywhere: nothing is to be read off where they begin at the first launch.
+@triton.jit(
+    do_not_specialize=[
+        *("first_a", "first_b", "first_c", "tokens_a", "tokens_b", "tokens_c"),
+        *("SLOTS_A", "SLOTS_B", "SLOTS_C"),
+    ]
+)
 def _sort_kernel(
     A, B, C, TO_A, TO_B, TO_C, SLOTS_A, SLOTS_B, SLOTS_C,
     a_batch, a_head, a_token, b_batch, b_head, b_token, c_batch, c_head, c_token,

@@ -18,7 +18,7 @@ from torch import Tensor
 from focus_attn.attention import bulk, sorted_rows, square, triton_plan
 from focus_attn.attention.call import AttentionCall
 from focus_attn.attention.device_plan import FarPlan, NearPlan, places, plan_far, plan_near
-from focus_attn.attention.launch import Setup, Tile, ceil_div, power_of_2, setup_for
+from focus_attn.attention.launch import Setup, Tile, ceil_div, power_of_2, setup_for, with_ids_in_a_row
 from focus_attn.attention.merge import merge_sink_logits
 from focus_attn.attention.sorted_rows import Copy, room_for, sort_rows
 from focus_attn.attention.tiles import load_rows, packed_rows, tile_of_group
@@ -279,6 +279,7 @@ def triton_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
     lse = torch.empty(batch, heads, num_queries, dtype=torch.float32, device=call.q.device)
     if num_queries == 0:
         return out, lse
+    call = with_ids_in_a_row(call)
     setup = setup_for(call)
     if square.serves(call, setup):
         square.square_forward(call, setup, out, lse)

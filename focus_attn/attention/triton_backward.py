@@ -18,7 +18,7 @@ from torch import Tensor
 from focus_attn.attention import square, triton_plan
 from focus_attn.attention.call import AttentionCall
 from focus_attn.attention.device_plan import FarPlan, places, plan_far, plan_near, seen_by
-from focus_attn.attention.launch import Setup, ceil_div, power_of_2, setup_for
+from focus_attn.attention.launch import Setup, ceil_div, power_of_2, setup_for, with_ids_in_a_row
 from focus_attn.attention.merge import sink_logits_grad
 from focus_attn.attention.stock import Gradients
 from focus_attn.attention.tiles import load_rows, packed_rows, tile_of_group
@@ -412,6 +412,7 @@ def triton_backward(call: AttentionCall, grad: Tensor, out: Tensor, lse: Tensor)
     sink_grad = None
     if call.sink_logits is not None:
         sink_grad = sink_logits_grad(grad, out, lse, call.sink_logits)
+    call = with_ids_in_a_row(call)
     setup = setup_for(call, grad, out)
     rows = _query_rows(setup, grad, out, lse)
     if square.serves(call, setup):

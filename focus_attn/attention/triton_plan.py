@@ -187,7 +187,7 @@ def plan_far(call: AttentionCall, setup: Setup, backward: bool = False) -> tuple
     key_slots = torch.empty(batch, routers, num_keys, dtype=torch.int32, device=device)
     key_starts = torch.empty(batch, routers, groups + 1, dtype=torch.int32, device=device)
     seen_by = torch.empty(batch, routers, choices, 2, num_keys, dtype=torch.int32, device=device) if backward else None
-    query_ids, key_ids = call.query_groups.contiguous(), call.key_groups.contiguous()
+    query_ids, key_ids = call.query_groups, call.key_groups
     sizes, blocks, counts = _count(call, setup, query_ids, key_ids, call.pattern.num_sinks)
     setup.launch(
         ("place", backward), _place_kernel, (blocks, choices + (choices if backward else 1), lines),
@@ -213,7 +213,7 @@ class SquarePlan(NamedTuple):
 def plan_square(call: AttentionCall, setup: Setup, heads: int, kv_heads: int) -> SquarePlan:
     """heads, kv_heads: of the sorted copies that the groups' offsets are for."""
     batch, num_keys, groups, device = call.k.shape[0], call.k.shape[2], call.pattern.num_groups, call.q.device
-    ids, width = call.key_groups.contiguous(), call.q.shape[-1]
+    ids, width = call.key_groups, call.q.shape[-1]
     sizes, blocks, counts = _count(call, setup, ids, ids, num_sinks=0)
     slots = torch.empty(batch, 1, num_keys, dtype=torch.int32, device=device)
     places = torch.empty(batch, 1, num_keys, dtype=torch.int32, device=device)
