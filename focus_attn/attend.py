@@ -34,7 +34,7 @@ def attend(state: FocusState, layer: FocusLayer, call: FocusCall, inputs: Attent
     training = layer.wants_gradient()
     _say_if_leaking(state, training)
     if training:
-        gates = _gates(layer, call.routing, inputs)
+        gates = _gates(layer, call.routing, inputs, config.gate == "hard")
         if config.gate != "hard":
             return soft_gated_attention(
                 inputs.q,
@@ -110,14 +110,15 @@ def _focus_attention(
     return answer if isinstance(answer, tuple) else (answer, None)
 
 
-def _gates(layer: FocusLayer, routing: Routing, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+def _gates(layer: FocusLayer, routing: Routing, inputs: AttentionInputs, hard: bool) -> tuple[Tensor, Tensor]:
     queries, keys = inputs.q.shape[2], inputs.k.shape[2]
     if queries != keys:
         raise ValueError(
             f"training needs the whole sequence in one forward, got {queries} tokens on a cache of {keys} slots: "
             "pass `use_cache=False`, or call `model.eval()` to generate"
         )
-    return layer.gates(routing, None if inputs.tokens.plain else inputs.tokens.query_positions >= 0)
+    real = None if inputs.tokens.plain else inputs.tokens.query_positions >= 0
+    return layer.hard_gates(routing, real) if hard else layer.gates(routing, real)
 
 
 def _say_if_leaking(state: FocusState, training: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -95,6 +95,20 @@ class FocusState:
             warnings.warn(message, UserWarning, stacklevel=3)
 
 
+class _AssignmentGradient(torch.autograd.Function):
+    """log a in value, a in gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, log_assignment: Tensor) -> Tensor:
+        ctx.save_for_backward(log_assignment)
+        return log_assignment.view_as(log_assignment)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (log_assignment,) = ctx.saved_tensors
+        return grad * log_assignment.exp()
+
+
 class FocusLayer(nn.Module):
     """The routers of one attention layer, by adapter name. Adapters that leave the layer alone have none here."""
 
@@ -128,6 +142,15 @@ class FocusLayer(nn.Module):
             return shared, shared
         query, key = router.log_assignments(torch.stack((routing.query_scores, routing.key_scores)), token_mask)
         return query, key
+
+    def hard_gates(self, routing: Routing, token_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`gates` in value, with the gradients of the assignments themselves: what a kept pair is worth then counts for
+        its group as much as the router is in it, as it does for a dropped pair (`training.probe`)."""
+        query, key = self.gates(routing, token_mask)
+        if key is query:
+            shared: Tensor = _AssignmentGradient.apply(query)
+            return shared, shared
+        return _AssignmentGradient.apply(query), _AssignmentGradient.apply(key)
 
     def wants_gradient(self) -> bool:
         """Whether this forward is one that trains the router."""

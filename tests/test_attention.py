@@ -9,7 +9,7 @@ from attention_cases import Case, plain_attention, random_case
 from focus_attn import focus_attention
 from focus_attn.attention import kernels, pieces, stock
 from focus_attn.attention.plan import branches, count_pairs
-from focus_attn.visibility import count_visible_pairs, visible_mask
+from focus_attn.visibility import Pattern, Tokens, count_visible_pairs, visible_mask
 
 BACKENDS = ["stock"]
 CASES_A_TEST = 20
@@ -113,6 +113,18 @@ def test_the_plan_holds_every_visible_pair_once(seed: int, published: bool) -> N
     counted = count_visible_pairs(call.query_groups, call.key_groups, call.tokens, call.pattern)
     torch.testing.assert_close(met.sum((-2, -1)), counted)
     torch.testing.assert_close(count_pairs(call.query_groups, call.key_groups, call.tokens, call.pattern), counted)
+
+
+@pytest.mark.parametrize(("query_k", "key_k"), [(1, 1), (2, 1), (1, 3)])
+@pytest.mark.parametrize("pattern", [Pattern(5, 7, 3), Pattern(5, 0), Pattern(5, 3, 2, 11), Pattern(5, 200, 90)])
+def test_pairs_of_a_plain_sequence_are_counted_right(query_k: int, key_k: int, pattern: Pattern) -> None:
+    torch.manual_seed(0)
+    queries, keys = torch.randint(0, 5, (2, 3, 40, query_k)), torch.randint(0, 5, (2, 3, 61, key_k))
+    at = torch.arange(61).expand(2, -1)
+    tokens = Tokens(at[:, -40:], at, plain=True)
+    counted = count_visible_pairs(queries, keys, tokens, pattern)
+    torch.testing.assert_close(count_pairs(queries, keys, tokens, pattern), counted)
+    torch.testing.assert_close(count_pairs(queries, keys, tokens._replace(plain=False), pattern), counted)
 
 
 def test_the_published_split_is_taken_where_it_applies_and_nowhere_else() -> None:

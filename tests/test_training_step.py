@@ -235,10 +235,11 @@ def test_a_probe_learns_what_keeping_a_dropped_key_would_change(changes):
                 query_groups, key_groups = (torch.cat([side, side], -1) for side in ids)
                 query_groups[0, router, query, 1] = key_groups[0, router, key, 1] = groups
                 gain = ((attend(query_groups, key_groups)[0] - out) * pull)[0, 2 * router : 2 * router + 2, query].sum()
-                assignments = [gate.detach().exp()[0, router] for gate in gates]
-                wanted[0, router, key] += gain * assignments[0][query] * assignments[1][key]
+                wanted[0, router, key, ids[0][0, router, query, 0]] += gain
     torch.testing.assert_close(gates[1].grad, wanted, atol=1e-5, rtol=1e-4)
-    assert gates[0].grad[0, :, query].abs().min() > 0
+    for router in range(2):  # what the keys of each group would bring the query, together
+        by_group = torch.zeros(groups).index_add_(0, ids[1][0, router, :, 0], wanted[0, router].sum(-1))
+        torch.testing.assert_close(gates[0].grad[0, router, query], by_group, atol=1e-5, rtol=1e-4)
     assert gates[0].grad[0, :, :query].abs().max() == 0
 
 
@@ -348,7 +349,7 @@ def test_training_finds_far_pairs_within_the_budget():
     after = measure()
     assert after["distill"] < before["distill"] / 2  # without probes: five sixths of it
     assert after["pairs_kept"] < 0.3 * 1.05
-    assert after["worst_dominance"] < 0.4
+    assert after["worst_dominance"] < 0.45
 
 
 @pytest.mark.parametrize(

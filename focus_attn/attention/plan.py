@@ -173,9 +173,27 @@ def _published(query_ids: Tensor, key_ids: Tensor, line: Line, pattern: Pattern)
 
 def count_pairs(query_groups: Tensor, key_groups: Tensor, tokens: Tokens, pattern: Pattern) -> Tensor:
     """How many pairs each router keeps, [B, R] int64: `visibility.count_visible_pairs` without its n² steps."""
+    if tokens.plain and min(query_groups.shape[-1], key_groups.shape[-1]) == 1:
+        return _count_plain(query_groups, key_groups, pattern)
     total = torch.zeros(query_groups.shape[:2], dtype=torch.int64, device=query_groups.device)
     for row in range(total.shape[0]):
         for branch in branches(query_groups, key_groups, tokens, pattern, row):
             heads = slice(None) if branch.router is None else slice(branch.router, branch.router + 1)
             total[row, heads] += (branch.hi - branch.lo).sum()
     return total
+
+
+def _count_plain(query_groups: Tensor, key_groups: Tensor, pattern: Pattern) -> Tensor:
+    """The same for one sequence a row and pairs that share at most one group, without a wait for the device: the far
+    keys of a query are a run of slots, and running sums say how many of them are in each group."""
+    slots = key_groups.shape[2]
+    position = torch.arange(slots - query_groups.shape[2], slots, device=query_groups.device)
+    sliding = pattern.sliding_window
+    slid_to = torch.zeros_like(position) if sliding is None else (position - sliding + 1).clamp_min(0)
+    far_from = slid_to.clamp_min(min(pattern.num_sinks, slots))
+    far_to = torch.maximum(far_from, position - pattern.window)
+    near = (position - slid_to + 1 - (far_to - far_from)).sum()
+    members = memberships(key_groups, pattern.num_groups).int().cumsum(2)
+    members = torch.nn.functional.pad(members, (0, 0, 1, 0))  # of the keys before a slot
+    far = members.index_select(2, far_to) - members.index_select(2, far_from)
+    return near + (far * memberships(query_groups, pattern.num_groups)).sum((2, 3))

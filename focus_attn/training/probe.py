@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from focus_attn.layer import AttentionInputs
 from focus_attn.router import Routing
-from focus_attn.visibility import Pattern, Tokens, near_and_reachable, shares_group
+from focus_attn.visibility import Pattern, Tokens, memberships, near_and_reachable, shares_group
 
 
 class Probe:
@@ -122,6 +122,6 @@ def _gate_gradients(
     else:
         apart = ~shares_group(query_ids, key_groups, given.num_groups)
     affinity = by_router * (given.far & apart)  # its gradient, [B, R, n, T]
-    query, key = query_gate.index_select(2, at).exp(), key_gate.exp()
-    query_grad = torch.zeros_like(query_gate).index_add_(2, at, query * (affinity @ key))
-    return query_grad, key * (affinity.transpose(-1, -2) @ query)
+    keys, queries = (memberships(ids, given.num_groups).float() for ids in (key_groups, query_ids))
+    query_grad = torch.zeros_like(query_gate).index_add_(2, at, affinity @ keys)
+    return query_grad, affinity.transpose(-1, -2) @ queries
