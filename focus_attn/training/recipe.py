@@ -76,7 +76,7 @@ class Stage:
     steps: int = integer(1500, "optimiser steps", 1)
     length: int = integer(8192, "tokens a sequence", 2)
     sequences: int = integer(4, "sequences a step, over all devices", 1)
-    micro_batch: int = integer(1, "sequences of one forward on one device; the rest is accumulated", 1)
+    micro_batch: int = integer(1, "sequences of one forward on one device at most; the rest is accumulated", 1)
     learning_rate: float = number(2e-3, "of the routers, at its highest")
     base_learning_rate: float = number(2e-5, "of the other weights, where they are trained")
     warmup: int = integer(50, "steps from 0 to the highest learning rate")

@@ -41,7 +41,7 @@ class StepOptions:
     dominance_weight: float = field(
         default=0.3, metadata={"help": "of the keys above that share, relative to it and squared"}
     )
-    probes: int = field(default=64, metadata={"help": "queries of a row that also learn from the pairs they drop"})
+    probes: int = field(default=256, metadata={"help": "queries of a row that also learn from the pairs they drop"})
     probe_weight: float = field(default=1.0, metadata={"help": "of what they learn; at 1 they stand for all queries"})
 
     def __post_init__(self) -> None:

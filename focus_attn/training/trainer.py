@@ -311,12 +311,13 @@ class FocusTrainer(Trainer):
 
 
 def _arguments(run: Run, stage: Stage) -> TrainingArguments:
-    together = stage.micro_batch * world_size()
-    if stage.sequences % together:
+    each, left = divmod(stage.sequences, world_size())
+    if left:
         raise ValueError(
-            f"`sequences` ({stage.sequences}) must be a multiple of `micro_batch` times the processes "
-            f"({stage.micro_batch} x {world_size()})"
+            f"`sequences` ({stage.sequences}) must be a multiple of the processes ({world_size()}): start as many "
+            "processes as divide it, or change it"
         )
+    micro_batch = max(size for size in range(1, stage.micro_batch + 1) if each % size == 0)
     recipe = run.recipe
     evaluates = recipe.evaluate_every > 0 and len(run.held_out) > 0
     arguments = TrainingArguments(
@@ -324,8 +325,8 @@ def _arguments(run: Run, stage: Stage) -> TrainingArguments:
         use_cpu=run.device.type == "cpu",
         seed=recipe.seed,
         max_steps=stage.steps,
-        per_device_train_batch_size=stage.micro_batch,
-        gradient_accumulation_steps=stage.sequences // together,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=each // micro_batch,
         lr_scheduler_type=SCHEDULERS[stage.schedule],
         learning_rate=stage.learning_rate,
         warmup_steps=stage.warmup,

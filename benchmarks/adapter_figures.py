@@ -1,0 +1,115 @@
+"""Train a recipe and measure it on text it has not seen: the figures of the shipped adapters.
+
+    python benchmarks/adapter_figures.py recipes/k8.yaml --train books/train --train docs --test books/test \
+        --elsewhere wiki.test.raw --seed 0 --save runs/k8 --json results/k8.json
+
+Texts are files, folders, or token ids (`NAME.npy` beside `NAME_len.npy`: its documents' lengths). Perplexity is as
+in `block_perplexity`: non-overlapping blocks inside a document, predictions past the window, against the frozen model
+without Focus on the same blocks. `--go-on-from` trains an adapter further instead of starting a new one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from focus_attn import FocusModel, load_default_model
+from focus_attn.bench.record import write_json
+from focus_attn.evaluation.bootstrap import perplexity_ratio
+from focus_attn.evaluation.perplexity import Perplexity, block_perplexity
+from focus_attn.training import Recipe, train
+from focus_attn.training.balance import routed_layers
+from focus_attn.training.data import read_documents
+from focus_attn.training.measures import probe_groups
+
+Documents = list[list[int]]
+
+
+def documents(path: Path, tokenizer: Any) -> Documents:
+    if path.suffix == ".npy":
+        lengths = np.load(path.with_name(f"{path.stem}_len.npy"))
+        return [part.tolist() for part in np.split(np.load(path).astype(np.int64), np.cumsum(lengths)[:-1])]
+    texts = list(read_documents(path, "text"))
+    return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def blocks(texts: Documents, length: int, most: int) -> torch.Tensor:
+    """At most this many blocks [n, length], evenly spread."""
+    found = [text[at : at + length] for text in texts for at in range(0, len(text) - length + 1, length)]
+    if most < len(found):
+        found = [found[index * len(found) // most] for index in range(most)]
+    return torch.tensor(found)
+
+
+def compared(focus: Perplexity, base: Perplexity) -> dict[str, Any]:
+    return {
+        "base_ppl": base.ppl,
+        "ppl": focus.ppl,
+        "ratio": perplexity_ratio(base.block_losses, focus.block_losses).to_dict(),
+        "last_half_ratio": focus.ppl_last_half / base.ppl_last_half,
+        "pairs_kept": focus.pairs_kept,
+        "length": focus.length,
+        "tokens": focus.tokens,
+    }
+
+
+def largest_groups(model: FocusModel, held_out: torch.Tensor) -> dict[str, float]:
+    """Share of the keys in a router's largest group, over the layers and key/value heads."""
+    groups, shares = probe_groups(model, held_out), []
+    for layer_idx, router in routed_layers(model):
+        for head in range(router.num_routers):
+            counts = torch.bincount(groups[layer_idx][:, head].flatten(), minlength=model.focus_config.num_groups)
+            shares.append((counts.max() / counts.sum()).item())
+    return {"mean": sum(shares) / len(shares), "worst": max(shares), "tokens": held_out.numel()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("--train", type=Path, action="append", required=True, help="may be given several times")
+    parser.add_argument("--test", type=Path, required=True, help="measured at 8,192 and 2,048 tokens")
+    parser.add_argument("--elsewhere", type=Path, help="text of another kind, measured at 2,048 tokens")
+    parser.add_argument("--blocks", type=int, default=48, help="of 8,192 tokens; twice as many of 2,048")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--go-on-from", type=Path)
+    parser.add_argument("--save", type=Path, required=True)
+    parser.add_argument("--json", type=Path, required=True)
+    options = parser.parse_args()
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, tokenizer = load_default_model(dtype=torch.bfloat16, device=device)
+    read = {path: documents(path, tokenizer) for path in (*options.train, options.test, options.elsewhere) if path}
+    held_out = {
+        "8192": blocks(read[options.test], 8192, options.blocks),
+        "2048": blocks(read[options.test], 2048, 2 * options.blocks),
+    }
+    if options.elsewhere:
+        held_out["elsewhere"] = blocks(read[options.elsewhere], 2048, 1 << 30)
+    base = {name: block_perplexity(model, ids) for name, ids in held_out.items()}
+
+    recipe = dataclasses.replace(Recipe.from_yaml(options.recipe), seed=options.seed, evaluate_every=0)
+    if options.go_on_from:
+        model = FocusModel.from_pretrained(model, str(options.go_on_from))
+        recipe = dataclasses.replace(recipe, start=None, focus=model.focus_config)
+    text = [document for path in options.train for document in read[path]]
+    result = train(model, text, recipe, output=options.save, device=device)
+    figures = {name: compared(block_perplexity(result.model, ids), base[name]) for name, ids in held_out.items()}
+    write_json(
+        options.json,
+        {
+            "recipe": recipe.to_dict(),
+            "train_tokens": sum(map(len, text)),
+            "seconds": result.seconds,
+            "largest_group": largest_groups(result.model, held_out["8192"][:8]),
+            **figures,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
