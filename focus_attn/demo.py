@@ -6,7 +6,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,10 @@ from focus_attn.evaluation import (
 from focus_attn.model import FocusModel, get_focus_model
 from focus_attn.text import TextSplit, default_text, read_text, split_documents
 from focus_attn.training import CoverageFit, fit_coverage
-from focus_attn.zoo import load_default_model, tiny_random_model
+from focus_attn.zoo import find_adapter, load_default_model, tiny_random_model
 
-FULL, FOCUS, WINDOW, RANDOM = "full attention", "Focus, fitted", "window + sinks", "random groups, same sizes"
+FULL, FOCUS, WINDOW, RANDOM = "full attention", "Focus, fitted now", "window + sinks", "random groups, same sizes"
+SHIPPED = "Focus, shipped adapter"
 
 # What is being done, how much of it is done, how much there is.
 Progress = Callable[[str, int, int], None]
@@ -52,6 +53,7 @@ class DemoOptions:
     prefill_seconds: float = 60.0
     seed: int = 0
     text: Path | None = None
+    shipped: str | Path | None = "k8"  # a trained adapter to measure before anything is fitted
     fast: bool = False
     config: FocusConfig = field(default_factory=FocusConfig)
 
@@ -66,6 +68,7 @@ class DemoOptions:
             "budget": 0.5,
             "attention_lengths": (64, 128),
             "prefill_lengths": (64, 128),
+            "shipped": None,
             "fast": True,
             "config": FocusConfig(num_groups=4, window=16, num_sinks=2, router_dim=4),
         }
@@ -112,8 +115,14 @@ class DemoResult:
         return {**plain, "gap_closed": self.gap_closed, "seconds": self.seconds}
 
 
-def run_demo(options: DemoOptions, progress: Progress | None = None) -> tuple[DemoResult, FocusModel]:
-    """Fit routers to the default model and measure quality and speed. The second result is the fitted model."""
+def run_demo(
+    options: DemoOptions, progress: Progress | None = None, say: Callable[[str], None] | None = None
+) -> tuple[DemoResult, FocusModel]:
+    """Fit routers to the default model and measure quality and speed. The second result is the fitted model.
+
+    Args:
+        say: is given what can be said before the end.
+    """
     report = progress or (lambda what, done, total: None)
     stages: dict[str, float] = {}
 
@@ -125,6 +134,17 @@ def run_demo(options: DemoOptions, progress: Progress | None = None) -> tuple[De
         held_out = token_blocks(tokenizer, text.held_out, options.length, options.blocks)
         model = get_focus_model(base, options.config)
         report("loading the model and the text", 1, 1)
+
+    measured: dict[str, Perplexity] = {}
+    with _timed(stages, "measure the shipped adapter"):
+        measure = _Measure(model, held_out, 5 if options.shipped else 4, report)
+        with model.disable_focus():
+            measured[FULL] = measure()
+        if options.shipped is not None:
+            with _adapter_for_now(model, find_adapter(options.shipped)):
+                measured[SHIPPED] = measure()
+            if say is not None:
+                say(_at_once(options.shipped, measured[SHIPPED], measured[FULL], text))
 
     with _timed(stages, "fit the routers"):
         # Nothing trains on from here, so groups need not be even: without a cap the fit keeps more of the attention.
@@ -140,7 +160,10 @@ def run_demo(options: DemoOptions, progress: Progress | None = None) -> tuple[De
         )
 
     with _timed(stages, "measure perplexity"):
-        measured = _perplexities(model, held_out, options.seed, report)
+        measured[FOCUS] = measure()
+        for name, routing in ((WINDOW, window_and_sinks), (RANDOM, RandomGroups(options.seed))):
+            with model.override_routing(routing):  # type: ignore[arg-type]
+                measured[name] = measure()
 
     with _timed(stages, "look at the groups"):
         report("looking at the groups", 0, 1)
@@ -214,25 +237,41 @@ def _text(options: DemoOptions) -> TextSplit:
     return split_documents(read_text(options.text), name=str(options.text))
 
 
-def _perplexities(model: FocusModel, held_out: Tensor, seed: int, report: Progress) -> dict[str, Perplexity]:
-    conditions: dict[str, AbstractContextManager[None]] = {
-        FULL: model.disable_focus(),
-        FOCUS: nullcontext(),
-        WINDOW: model.override_routing(window_and_sinks),
-        RANDOM: model.override_routing(RandomGroups(seed)),
-    }
-    measured: dict[str, Perplexity] = {}
-    for name, condition in conditions.items():
-        already = len(measured) * len(held_out)
-        with condition:
-            measured[name] = block_perplexity(
-                model,
-                held_out,
-                progress=lambda done, total, already=already: report(  # type: ignore[misc]
-                    "measuring perplexity", already + done, total * len(conditions)
-                ),
-            )
-    return measured
+class _Measure:
+    """Perplexity of a model as it stands, on the same blocks each time, under one progress bar."""
+
+    def __init__(self, model: FocusModel, held_out: Tensor, times: int, report: Progress) -> None:
+        self.model, self.held_out, self.total, self.report = model, held_out, times * len(held_out), report
+        self.done = 0
+
+    def __call__(self) -> Perplexity:
+        already = self.done
+        self.done += len(self.held_out)
+        return block_perplexity(
+            self.model,
+            self.held_out,
+            progress=lambda done, _: self.report("measuring perplexity", already + done, self.total),
+        )
+
+
+@contextmanager
+def _adapter_for_now(model: FocusModel, folder: Path) -> Iterator[None]:
+    own, other = model.active_adapter, "shipped"
+    model.load_adapter(folder, other)
+    try:
+        model.set_adapter(other)
+        yield
+    finally:
+        model.set_adapter(own)
+        model.delete_adapter(other)
+
+
+def _at_once(adapter: str | Path, shipped: Perplexity, full: Perplexity, text: TextSplit) -> str:
+    kept = "all" if shipped.pairs_kept is None else f"{shipped.pairs_kept:.0%}"
+    return (
+        f"The shipped adapter {str(adapter)!r}: perplexity {shipped.ppl:.2f} at {kept} of the token pairs, "
+        f"{full.ppl:.2f} with full attention, on {text.name}. Now a short fit beside it:"
+    )
 
 
 def _attention_sizes(base: Any) -> tuple[int, int, int]:

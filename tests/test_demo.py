@@ -6,22 +6,28 @@ from html.parser import HTMLParser
 
 import pytest
 
+from focus_attn import FocusConfig, get_focus_model
 from focus_attn.bench import Timing, crossover, describe_crossover
-from focus_attn.demo import FOCUS, FULL, RANDOM, WINDOW, DemoOptions, run_demo
+from focus_attn.demo import FOCUS, FULL, RANDOM, SHIPPED, WINDOW, DemoOptions, run_demo
 from focus_attn.report import render_report
 from focus_attn.report.html import describe_gap
+from focus_attn.zoo import tiny_random_model
 
 
 @pytest.fixture(scope="module")
-def demo():
-    seen = []
-    result, model = run_demo(DemoOptions.for_tests(), lambda *call: seen.append(call))
-    return result, model, seen
+def demo(tmp_path_factory):
+    """With an adapter of the tiny model in the place of the shipped one: one that keeps every pair."""
+    shipped, seen, said = tmp_path_factory.mktemp("shipped"), [], []
+    everything = FocusConfig(num_groups=2, query_top_k=2, window=16, num_sinks=2, router_dim=4)
+    get_focus_model(tiny_random_model(0)[0], everything).save_pretrained(shipped)
+    options = DemoOptions.for_tests(shipped=shipped)
+    result, model = run_demo(options, lambda *call: seen.append(call), lambda line: said.append((len(seen), line)))
+    return result, model, seen, said
 
 
 def test_every_condition_is_measured_on_the_same_predictions(demo):
-    result, _, _ = demo
-    assert list(result.perplexity) == [FULL, FOCUS, WINDOW, RANDOM]
+    result, *_ = demo
+    assert list(result.perplexity) == [FULL, SHIPPED, FOCUS, WINDOW, RANDOM]
     assert len({(one.tokens, one.blocks, one.window) for one in result.perplexity.values()}) == 1
     kept = {name: one.pairs_kept for name, one in result.perplexity.items()}
     assert kept[FULL] is None
@@ -29,22 +35,31 @@ def test_every_condition_is_measured_on_the_same_predictions(demo):
     assert kept[RANDOM] == pytest.approx(kept[FOCUS], rel=0.2)
 
 
+def test_the_shipped_adapter_is_shown_before_the_fit_and_leaves_nothing_behind(demo):
+    result, model, seen, [(at, line)] = demo
+    full, shipped = result.perplexity[FULL], result.perplexity[SHIPPED]
+    assert shipped.ppl == pytest.approx(full.ppl, rel=1e-5) and shipped.pairs_kept == 1.0
+    assert f"perplexity {shipped.ppl:.2f} at 100% of the token pairs, {full.ppl:.2f} with full attention" in line
+    assert "fitting the routers" not in {what for what, *_ in seen[:at]}
+    assert list(model.adapters) == [model.active_adapter]
+
+
 def test_the_fitted_model_is_the_one_measured(demo):
-    result, model, _ = demo
+    result, model, *_ = demo
     assert model.focus_config == result.config
     assert model.get_nb_trainable_parameters()[0] == result.router_parameters
     assert [timing.length for timing in result.prefill] == [64, 128]
 
 
 def test_every_stage_reports_its_end(demo):
-    _, _, seen = demo
+    _, _, seen, _ = demo
     last = {what: (done, total) for what, done, total in seen}
     assert all(done == total for done, total in last.values())
     assert len(last) >= 6
 
 
 def test_numbers_survive_json(demo):
-    result, _, _ = demo
+    result, *_ = demo
     plain = json.loads(json.dumps(result.to_dict()))
     assert plain["perplexity"][FOCUS]["ppl"] == result.perplexity[FOCUS].ppl
     assert plain["attention"][0]["speedup"] == result.attention[0].speedup
@@ -74,7 +89,7 @@ class Outline(HTMLParser):
 
 
 def test_report_is_whole_and_fetches_nothing(demo):
-    result, _, _ = demo
+    result, *_ = demo
     page = render_report(result)
     outline = Outline()
     outline.feed(page)
@@ -85,7 +100,7 @@ def test_report_is_whole_and_fetches_nothing(demo):
 
 
 def test_report_shows_the_measured_numbers(demo):
-    result, _, _ = demo
+    result, *_ = demo
     page = render_report(result)
     for one in result.perplexity.values():
         assert f"{one.ppl:.2f}" in page
