@@ -8,7 +8,15 @@ from tiny import SPARSE, VOCAB, tiny_model, tokens
 
 from focus_attn import FocusConfig, get_focus_model
 from focus_attn.baselines import RandomGroups, window_and_sinks
-from focus_attn.evaluation import block_perplexity, group_shares, observe_routing, perplexity, token_blocks, top_tokens
+from focus_attn.evaluation import (
+    block_perplexity,
+    group_shares,
+    head,
+    observe_routing,
+    perplexity,
+    token_blocks,
+    top_tokens,
+)
 from focus_attn.evaluation import perplexity as function
 from focus_attn.visibility import Pattern, Tokens, count_causal_pairs, count_visible_pairs
 from focus_attn.zoo import tiny_random_model
@@ -25,14 +33,13 @@ def plain_perplexity(model, blocks, start):
 @pytest.mark.parametrize("at_once", [1, 7 * VOCAB, 1 << 24])
 def test_equals_a_plain_computation(architecture, at_once, monkeypatch):
     """Chunked or not, and with whatever a model does to its logits (gemma2 caps them, cohere2 scales them)."""
-    import sys
-
-    monkeypatch.setattr(sys.modules["focus_attn.evaluation.perplexity"], "LOGITS_AT_ONCE", at_once)
+    monkeypatch.setattr(head, "LOGITS_AT_ONCE", at_once)
     model, blocks = tiny_model(architecture), tokens(batch=3, length=40)
     measured = block_perplexity(model, blocks, window=5)
     assert measured.ppl == pytest.approx(plain_perplexity(model, blocks, 6), rel=1e-5)
     assert measured.ppl_last_half == pytest.approx(plain_perplexity(model, blocks, 20), rel=1e-5)
     assert (measured.tokens, measured.blocks, measured.pairs_kept) == (3 * 34, 3, None)
+    assert math.exp(sum(measured.block_losses) / 3) == pytest.approx(measured.ppl)
     assert "forward" not in vars(model.get_decoder())
 
 

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import ModelOutput
 
 from focus_attn.config import FocusConfig
+from focus_attn.evaluation.head import predict
 from focus_attn.model import FocusModel
 from focus_attn.stats import Stats
 
 Progress = Callable[[int, int], None]  # blocks done, blocks in all
 
 LEAK_WARNING = "NOT CAUSAL: the routing sees later tokens, so this is no perplexity of a language model"
-LOGITS_AT_ONCE = 1 << 24  # elements: 64 MB in fp32, whatever the length and the vocabulary
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,7 @@ class Perplexity:
     window: int  # predictions up to this position are not counted
     pairs_kept: float | None  # None: not a Focus model, or Focus is disabled
     leaking: bool
+    block_losses: tuple[float, ...] = field(default=(), repr=False)  # mean -log p of each block: what is bootstrapped
 
     def __str__(self) -> str:
         text = f"perplexity {self.ppl:.2f} ({self.tokens:,} tokens, {self.blocks} blocks of {self.length:,})"
@@ -109,11 +109,14 @@ def block_perplexity(
     model.eval()
     device = next(model.parameters()).device
     losses = torch.zeros(length, dtype=torch.float64)  # by position of the predicted token
+    by_block: list[float] = []
     kept: list[float] = []
     for done, block in enumerate(blocks, start=1):
         recording: AbstractContextManager[Stats | None] = focus.record_stats() if focus else nullcontext()
         with recording as stats:
-            losses[window + 1 :] += _losses(focus.base_model if focus else model, block[None].to(device), window).cpu()
+            block_losses = _losses(focus.base_model if focus else model, block[None].to(device), window).cpu()
+        losses[window + 1 :] += block_losses
+        by_block.append(block_losses.mean().item())
         if stats is not None and stats.per_layer:  # nothing is recorded inside `disable_focus()`
             kept.append(stats.pairs_kept)
         if progress:
@@ -132,32 +135,11 @@ def block_perplexity(
         window=window,
         pairs_kept=sum(kept) / len(kept) if kept else None,
         leaking=bool(focus and kept and focus.focus_config.leaks_future()),
+        block_losses=tuple(by_block),
     )
 
 
 def _losses(lm: nn.Module, ids: Tensor, window: int) -> Tensor:
     """-log p of the tokens from position window + 1 on, [T - window - 1] fp64."""
-    decoder = lm.get_decoder()  # type: ignore[operator]
-    answer = decoder(input_ids=ids, use_cache=False)
-    hidden = answer.last_hidden_state[:, window:-1]
-    targets = ids[0, window + 1 :]
-    vocabulary = lm.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
-    losses = []
-    step = max(1, LOGITS_AT_ONCE // vocabulary)
-    for start in range(0, len(targets), step):
-        part = type(answer)(**{**answer, "last_hidden_state": hidden[:, start : start + step]})
-        with _decoder_answers(decoder, part):
-            logits = lm(input_ids=ids[:, :1], use_cache=False).logits[0].float()
-        losses.append(nn.functional.cross_entropy(logits, targets[start : start + step], reduction="none"))
-    return torch.cat(losses).double()
-
-
-@contextmanager
-def _decoder_answers(decoder: nn.Module, answer: ModelOutput) -> Iterator[None]:
-    """Inside, the model is its head alone, on this answer of its decoder: whatever a model does to its logits (a cap, a
-    scale) is done, a few positions at a time."""
-    decoder.forward = lambda *args, **kwargs: answer  # type: ignore
-    try:
-        yield
-    finally:
-        del decoder.forward
+    answer = lm.get_decoder()(input_ids=ids, use_cache=False)  # type: ignore[operator]
+    return -predict(lm, answer, answer.last_hidden_state[0, window:-1], ids[0, window + 1 :]).log_probs

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from focus_attn.evaluation.perplexity import _decoder_answers
+from focus_attn.evaluation.head import decoder_answers
 
 LOGITS_AT_ONCE = 1 << 25  # elements: 128 MB in fp32, whatever the length and the vocabulary
 MORE_ON_CUDA = 4  # times as many there: a chunk takes the host about as long however large it is
@@ -27,7 +27,7 @@ class Head:
     def log_probabilities(self, hidden: Tensor) -> Tensor:
         """[n, d] -> [n, V] fp32."""
         answer = type(self.answer)(**{**self.answer, "last_hidden_state": hidden[None]})
-        with _decoder_answers(self.decoder, answer):
+        with decoder_answers(self.decoder, answer):
             logits: Tensor = self.lm(input_ids=self.any_id, use_cache=False).logits[0]
         return logits.float().log_softmax(-1)
 

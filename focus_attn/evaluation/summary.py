@@ -1,0 +1,206 @@
+"""Base and Focus beside each other: every metric with its interval, and the difference with its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from focus_attn.evaluation.bootstrap import (
+    RESAMPLES,
+    Interval,
+    errors_above,
+    mean_interval,
+    paired_difference,
+    paired_ratio,
+    perplexity_interval,
+    perplexity_ratio,
+)
+from focus_attn.evaluation.metrics import FROM_LOSSES, LOWER_IS_BETTER, MEASURES, chance, weight
+from focus_attn.evaluation.requests import Item, Requests, Task
+from focus_attn.evaluation.score_file import Key, Score
+
+FLOOR = 2.0  # standard errors above chance that the base model must have for a task to count
+LEAST_RECALL = 0.5  # of the base model, for a retrieval cell to count
+BASE = "base"
+
+Scores = Mapping[Key, Score]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One metric of one task, or of one bucket of positions."""
+
+    task: str
+    metric: str
+    n: int
+    models: dict[str, Interval]
+    against_base: dict[str, Interval]
+    is_ratio: bool  # `against_base` is a ratio of perplexities; of everything else it is a difference
+    chance: float | None
+    errors_above_chance: float | None  # of the base model; None where chance has no meaning
+    pairs_kept: dict[str, float]
+
+    @property
+    def at_floor(self) -> bool:
+        """The base model does no better than guessing: nothing can be lost, so nothing is shown by not losing it."""
+        return self.errors_above_chance is not None and self.errors_above_chance < FLOOR
+
+    def verdict(self, model: str) -> str:
+        if self.at_floor:
+            return "base at the floor, not counted"
+        if model not in self.against_base:
+            return ""
+        interval = self.against_base[model]
+        equal = 1.0 if self.is_ratio else 0.0
+        if interval.contains(equal):
+            return "within the interval"
+        lower_is_better = self.is_ratio or self.metric in LOWER_IS_BETTER
+        return "better" if (interval.estimate < equal) == lower_is_better else "worse"
+
+    def to_dict(self) -> dict[str, Any]:
+        above = self.errors_above_chance
+        return asdict(self) | {
+            "errors_above_chance": above if above is None or math.isfinite(above) else None,  # JSON has no infinity
+            "at_floor": self.at_floor,
+            "verdict": {model: self.verdict(model) for model in self.against_base},
+        }
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of a retrieval grid."""
+
+    task: str
+    length: int
+    depth: float | None  # None: facts all over the text
+    found: dict[str, list[float]]  # recall of each item, by model
+
+    @property
+    def n(self) -> int:
+        return len(next(iter(self.found.values())))
+
+    @property
+    def recall(self) -> dict[str, float]:
+        return {model: sum(values) / len(values) for model, values in self.found.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"task": self.task, "length": self.length, "depth": self.depth, "n": self.n, "recall": self.recall}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A model's recall over the base model's, over the cells where the base finds at least half."""
+
+    ratio: Interval | None  # None: there is no such cell
+    counted: int
+    cells: int
+
+
+def summarise(requests: Requests, scores: Mapping[str, Scores], resamples: int = RESAMPLES) -> list[Row]:
+    """A row for each metric of each task; the base model is the one called "base", or the first."""
+    rows = []
+    for task in requests.tasks.values():
+        items = [item for item in requests.items if item.task == task.name]
+        check_complete(items, scores)
+        values = {name: [MEASURES[task.measure](item, own[item.key]) for item in items] for name, own in scores.items()}
+        for metric in next(iter(values.values()))[0]:
+            columns = {name: [item_values[metric] for item_values in own] for name, own in values.items()}
+            weights = [weight(item, metric) for item in items]
+            rows.append(_row(task, metric, items, columns, weights, scores, resamples))
+    return rows
+
+
+def by_position(requests: Requests, scores: Mapping[str, Scores], resamples: int = RESAMPLES) -> list[Row]:
+    """Perplexity in buckets of position, for each blocked task; `metric` names the bucket."""
+    rows = []
+    for task in requests.tasks.values():
+        items = [item for item in requests.items if item.task == task.name]
+        if task.measure != "text_losses" or len(items[0].options["edges"]) < 2:
+            continue
+        edges = [*items[0].options["edges"], items[0].answer["length"]]
+        for bucket, (first, last) in enumerate(pairwise(edges)):
+            columns = {
+                name: [own[item.key]["losses"][bucket] / (last - first) for item in items]
+                for name, own in scores.items()
+            }
+            models = {name: perplexity_interval(column, resamples=resamples) for name, column in columns.items()}
+            base = columns[base_of(scores)]
+            against = {
+                name: perplexity_ratio(base, column, resamples=resamples)
+                for name, column in columns.items()
+                if name != base_of(scores)
+            }
+            rows.append(Row(task.name, f"{first}-{last - 1}", len(items), models, against, True, None, None, {}))
+    return rows
+
+
+def retrieval_cells(requests: Requests, scores: Mapping[str, Scores]) -> list[Cell]:
+    """Mean recall for each task, length and depth."""
+    groups: dict[tuple[str, int, float | None], list[Item]] = {}
+    for item in requests.items:
+        if requests.tasks[item.task].family == "retrieval":
+            kind, _, _ = item.task.partition("@")
+            groups.setdefault((kind, item.answer["length"], item.answer["depth"]), []).append(item)
+    cells = []
+    for (kind, length, depth), items in groups.items():
+        measure = MEASURES[requests.tasks[items[0].task].measure]
+        found = {name: [measure(item, own[item.key])["recall"] for item in items] for name, own in scores.items()}
+        cells.append(Cell(kind, length, depth, found))
+    return cells
+
+
+def kept_of_base(cells: Sequence[Cell], model: str, base: str = BASE) -> Kept:
+    counted = [cell for cell in cells if cell.recall[base] >= LEAST_RECALL]
+    if not counted:
+        return Kept(None, 0, len(cells))
+    both = ([value for cell in counted for value in cell.found[name]] for name in (base, model))
+    return Kept(paired_ratio(*both), len(counted), len(cells))
+
+
+def base_of(scores: Mapping[str, Any]) -> str:
+    return BASE if BASE in scores else next(iter(scores))
+
+
+def check_complete(items: Sequence[Item], scores: Mapping[str, Scores]) -> None:
+    for name, own in scores.items():
+        if missing := [item for item in items if item.key not in own]:
+            raise ValueError(
+                f"the scores of {name!r} lack {len(missing):,} of {len(items):,} items of {missing[0].task!r}: run the "
+                "same command with --score-requests again, it goes on where it stopped"
+            )
+
+
+def _row(
+    task: Task,
+    metric: str,
+    items: Sequence[Item],
+    columns: Mapping[str, Sequence[float]],
+    weights: Sequence[float],
+    scores: Mapping[str, Scores],
+    resamples: int,
+) -> Row:
+    base = base_of(scores)
+    losses = metric in FROM_LOSSES
+    one, two = (perplexity_interval, perplexity_ratio) if losses else (mean_interval, paired_difference)
+    models = {name: one(column, weights, resamples=resamples) for name, column in columns.items()}
+    against = {
+        name: two(columns[base], column, weights, resamples=resamples)
+        for name, column in columns.items()
+        if name != base
+    }
+    guesses = None if losses else [chance(item, task.measure) for item in items]
+    if guesses is None or None in guesses:
+        guessing, above = None, None
+    else:
+        margins = [value - guess for value, guess in zip(columns[base], guesses, strict=True) if guess is not None]
+        guessing = sum(guess for guess in guesses if guess is not None) / len(guesses)
+        above = errors_above(margins, 0.0)
+    kept = {
+        name: math.fsum(shares) / len(shares)
+        for name, own in scores.items()
+        if (shares := [own[item.key]["pairs_kept"] for item in items if "pairs_kept" in own[item.key]])
+    }
+    return Row(task.name, metric, len(items), models, against, losses, guessing, above, kept)

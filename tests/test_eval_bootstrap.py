@@ -1,0 +1,90 @@
+"""The paired bootstrap against what statistics says it must do."""
+
+import math
+
+import pytest
+import torch
+
+from focus_attn.evaluation.bootstrap import (
+    errors_above,
+    mean_interval,
+    paired_difference,
+    paired_ratio,
+    perplexity_interval,
+    perplexity_ratio,
+    standard_error,
+)
+
+
+def normal(n, seed, mean=0.0, std=1.0):
+    return mean + std * torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_the_interval_of_a_mean_is_as_wide_as_its_standard_error_says():
+    values = normal(400, seed=1)
+    interval = mean_interval(values)
+    assert interval.estimate == pytest.approx(values.mean().item())
+    assert interval.low < interval.estimate < interval.high
+    assert interval.high - interval.low == pytest.approx(2 * 1.96 * standard_error(values), rel=0.1)
+    assert (interval.n, interval.resamples, interval.level) == (400, 1000, 0.95)
+
+
+def test_ninety_five_percent_means_that():
+    hits = sum(mean_interval(normal(50, seed), resamples=200).contains(0) for seed in range(200))
+    assert 0.90 <= hits / 200 <= 0.98
+
+
+def test_pairing_takes_out_what_items_have_in_common():
+    base = normal(100, seed=2, std=5)
+    other = base + normal(100, seed=3, mean=0.1, std=0.1)
+    paired, alone = paired_difference(base, other), mean_interval(other)
+    assert paired.estimate == pytest.approx((other - base).mean().item())
+    assert paired.low > 0  # a difference of a fiftieth of the spread is seen
+    assert paired.high - paired.low < (alone.high - alone.low) / 20
+
+
+def test_equal_scores_give_an_interval_without_width():
+    losses = normal(10, seed=4, mean=3)
+    ratio = perplexity_ratio(losses, losses)
+    assert (ratio.estimate, ratio.low, ratio.high) == (1, 1, 1)
+
+
+def test_a_ratio_of_perplexities_weighs_blocks_by_their_tokens():
+    base, other, tokens = [1.0, 3.0], [1.5, 3.0], [30, 10]
+    expected = math.exp((1.5 * 30 + 3 * 10) / 40) / math.exp((1 * 30 + 3 * 10) / 40)
+    ratio = perplexity_ratio(base, other, tokens)
+    assert ratio.estimate == pytest.approx(expected)
+    assert ratio.low == pytest.approx(1) and ratio.high == pytest.approx(math.exp(0.5))  # one block alone, each way
+    assert perplexity_interval(base, tokens).estimate == pytest.approx(math.exp(1.5))
+
+
+def test_a_ratio_of_scores():
+    base, other = [1.0] * 40 + [0.0] * 10, [1.0] * 36 + [0.0] * 14
+    ratio = paired_ratio(base, other)
+    assert ratio.estimate == pytest.approx(0.9) and 0.75 < ratio.low < 0.9 < ratio.high <= 1
+    with pytest.raises(ValueError, match="above 0"):
+        paired_ratio([0.0, 0.0], [1.0, 0.0])
+
+
+def test_same_seed_same_interval():
+    values = normal(30, seed=5)
+    assert mean_interval(values, seed=7) == mean_interval(values, seed=7) != mean_interval(values, seed=8)
+
+
+def test_floor():
+    right = [1.0] * 55 + [0.0] * 45
+    assert errors_above(right, 0.25) > 5 and errors_above(right, 0.5) < 2
+    assert errors_above([1.0] * 9, 0.25) == math.inf and errors_above([0.0] * 9, 0.25) == 0
+
+
+@pytest.mark.parametrize("base, other, weights", [([1], [1, 2], None), ([], [], None), ([1, 2], [1, 2], [1])])
+def test_unpaired_scores_are_refused(base, other, weights):
+    with pytest.raises(ValueError, match="same items"):
+        paired_difference(base, other, weights)
+
+
+def test_nan_and_too_few_resamples_are_refused():
+    with pytest.raises(ValueError, match="NaN"):
+        mean_interval([1.0, math.nan])
+    with pytest.raises(ValueError, match="`resamples`"):
+        mean_interval([1.0, 2.0], resamples=1)

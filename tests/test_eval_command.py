@@ -1,0 +1,177 @@
+"""`focus eval` as a user types it, and what it concludes."""
+
+import importlib.util
+import json
+import sys
+
+import pytest
+from eval_data import write_benchmarks, write_text
+from typer.testing import CliRunner
+
+from focus_attn import FocusConfig, get_focus_model
+from focus_attn.cli import app
+from focus_attn.evaluation.requests import Item, Requests, Task
+from focus_attn.evaluation.run import sum_up
+from focus_attn.evaluation.summary import Cell, kept_of_base, summarise
+from focus_attn.zoo import tiny_random_model
+
+LM_EVAL = importlib.util.find_spec("lm_eval") is not None
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A tiny model, two adapters for it, and a text."""
+    folder = tmp_path_factory.mktemp("saved")
+    model, tokenizer = tiny_random_model()
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    for name, groups in (("k4", 4), ("k2", 2)):
+        focus = get_focus_model(model, FocusConfig(num_groups=groups, window=16))
+        focus.save_pretrained(folder / name)
+        model = focus.unload()
+    write_text(folder / "text.txt")
+    return folder
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["eval", *map(str, arguments)])
+
+
+def common(saved):
+    return ["--model", saved / "model", "--dtype", "fp32", "--device", "cpu"]
+
+
+def asked(saved, retrieval="needle"):
+    """Perplexity in blocks and a small grid."""
+    grid = "--lengths 900 --depths 0,100 --per-cell 2".split()
+    return ["--text", saved / "text.txt", "--length", 128, "--blocks", 4, "--retrieval", retrieval, *grid]
+
+
+def test_base_and_adapters_beside_each_other(saved, tmp_path):
+    numbers, plot = tmp_path / "e.json", tmp_path / "grid.png"
+    adapters = ["--adapter", saved / "k4", "--adapter", saved / "k2"]
+    arguments = [*common(saved), *adapters, *asked(saved), "--stride", 64, "--output", tmp_path / "run"]
+    result = run(*arguments, "--json", numbers, "--plot", plot)
+    assert result.exit_code == 0, result.output
+    for words in (
+        "perplexity@128",
+        "bits_per_byte",
+        "k4 over base",
+        "by position",
+        "needle: recall",
+        "floor: the base",
+    ):
+        assert words in result.output
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+    written = json.loads(numbers.read_text())
+    assert set(written["models"]) == {"base", "k4", "k2"} and written["run"]["command"]
+    assert written["models"]["k4"]["adapter"] != written["models"]["k2"]["adapter"]
+    row = written["rows"][0]
+    assert (row["task"], row["metric"], row["n"]) == ("perplexity@128", "perplexity", 4)
+    ratio = row["against_base"]["k4"]
+    assert ratio["estimate"] == pytest.approx(row["models"]["k4"]["estimate"] / row["models"]["base"]["estimate"])
+    assert ratio["low"] <= ratio["estimate"] <= ratio["high"] and ratio["resamples"] == 1000
+    assert 0 < row["pairs_kept"]["k4"] < row["pairs_kept"]["k2"] < 1 and "base" not in row["pairs_kept"]
+    first = next(row for row in written["positions"] if row["metric"] == "1-16")
+    assert first["against_base"]["k4"]["estimate"] == pytest.approx(1, abs=1e-5)  # inside the window
+    assert {(cell["length"], cell["depth"]) for cell in written["cells"]} == {(900, 0.0), (900, 1.0)}
+    assert set(written["retrieval_kept"]["needle"]) == {"k4", "k2"}
+
+
+def test_requests_written_here_are_scored_there_and_summed_up_anywhere(saved, tmp_path, monkeypatch):
+    file, folder = tmp_path / "requests.jsonl.xz", tmp_path / "scores"
+    data = write_benchmarks(tmp_path)
+    tasks = ["--tasks", "piqa,lambada", "--data", data, "--limit", 2, "--long", 700] if LM_EVAL else []
+    wanted = [*asked(saved, "needle,variables"), *tasks]
+    written = run("--model", saved / "model", *wanted, "--window", 16, "--write-requests", file)
+    assert written.exit_code == 0, written.output
+    requests = Requests.load(file)
+    assert {item.kind for item in requests.items} == {"losses", "loglikelihood", "generate"}
+    assert bool(tasks) == ("piqa@700 shots" in requests.tasks) == any(item.prefix for item in requests.items)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)  # the machine with the GPU has neither
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    arguments = [*common(saved), "--adapter", saved / "k4", "--score-requests", file, "--output", folder]
+    scored = run(*arguments)
+    assert scored.exit_code == 0, scored.output
+    assert {path.name for path in folder.iterdir()} == {"items.jsonl", "base.jsonl", "k4.jsonl"}
+    before = (folder / "k4.jsonl").read_text()
+    again = run(*arguments)  # nothing is left to do
+    assert again.exit_code == 0 and (folder / "k4.jsonl").read_text() == before
+    summed = run("--from-scores", folder)
+    assert summed.exit_code == 0, summed.output
+    table = summed.output[summed.output.index("Perplexity") :]
+    assert table.splitlines()[:8] == scored.output[scored.output.index("Perplexity") :].splitlines()[:8]
+    assert {row.task for row in sum_up(folder).rows} == set(Requests.load(file).tasks)
+
+
+def test_an_unfinished_folder_is_not_summed_up(saved, tmp_path):
+    arguments = [*common(saved), "--text", saved / "text.txt", "--length", 128, "--blocks", 3, "--window", 16]
+    assert run(*arguments, "--output", tmp_path / "run").exit_code == 0
+    file = tmp_path / "run" / "base.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
+    result = run("--from-scores", tmp_path / "run")
+    assert result.exit_code == 1 and "lack 1 of 3 items" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--blocks", "0"], "--blocks must be at least 1"),
+        (["--depths", "0,120"], "between 0 and 100"),
+        (["--forms", "longer"], "--forms must be among all, short"),
+        (["--retrieval", "noodle"], "--retrieval must be among all, needle"),
+        (["--tasks", "mmlu"], "--tasks must be among all, hellaswag"),
+        (["--no-perplexity"], "nothing is asked for"),
+        (["--plot", "x.pdf"], "--plot must end in"),
+        (["--write-requests", "a", "--from-scores", "b"], "three steps"),
+        (["--from-scores", "nowhere"], "not a folder that"),
+        (["--score-requests", "nowhere.jsonl"], "no such file"),
+        (["--adapter", "nowhere"], "no adapter 'nowhere'"),
+    ],
+)
+def test_what_a_user_gets_wrong(saved, arguments, words):
+    result = run("--model", saved / "model", "--dtype", "fp32", *arguments)
+    assert result.exit_code == 1
+    assert words in " ".join(result.output.split())
+
+
+def test_help_fits_a_page():
+    assert len(run("--help").output.splitlines()) < 60
+
+
+def answers(right):
+    return {("t", str(n)): {"scores": [[0.0, False], [float(1 if hit else -1), False]]} for n, hit in enumerate(right)}
+
+
+def test_verdicts_and_floors():
+    """Two choices, gold the second: a model that guesses is at the floor, a difference beyond the interval is named."""
+    items = [
+        Item(
+            "t", str(n), "loglikelihood", [1], [[1], [2]], answer={"gold": 1, "characters": [1, 1], "metrics": ["acc"]}
+        )
+        for n in range(200)
+    ]
+    requests = Requests({"t": Task("t", "choice", "task")}, items)
+    good, half, worse = (
+        [n % 10 != 0 for n in range(200)],
+        [n % 2 == 0 for n in range(200)],
+        [n % 5 != 0 for n in range(200)],
+    )
+    (row,) = summarise(requests, {"base": answers(good), "same": answers(good), "worse": answers(worse)})
+    assert row.chance == 0.5 and not row.at_floor
+    assert (row.verdict("same"), row.verdict("worse")) == ("within the interval", "worse")
+    assert row.against_base["worse"].estimate == pytest.approx(-0.1)
+    (row,) = summarise(requests, {"base": answers(half), "worse": answers(worse)})
+    assert row.at_floor and row.verdict("worse") == "base at the floor, not counted"
+    assert row.to_dict()["at_floor"]
+
+
+def test_what_is_kept_of_the_base_models_recall():
+    cells = [
+        Cell("needle", 1, 0.0, {"base": [1.0] * 10, "k4": [1.0] * 9 + [0.0]}),
+        Cell("needle", 1, 1.0, {"base": [0.0] * 6 + [1.0] * 4, "k4": [0.0] * 10}),
+    ]
+    kept = kept_of_base(cells, "k4")
+    assert kept.ratio.estimate == pytest.approx(0.9) and kept.ratio.low < 0.9 < kept.ratio.high
+    assert (kept.counted, kept.cells) == (1, 2)
+    assert kept_of_base(cells[1:], "k4").ratio is None
