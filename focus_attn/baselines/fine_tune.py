@@ -1,0 +1,176 @@
+"""The trained peers that keep every pair: LoRA (Hu et al. 2021, arXiv 2106.09685), DoRA (Liu et al. 2024, arXiv
+2402.09353), both through peft, and full fine-tuning.
+
+One plain loop: AdamW, warm-up and cosine decay, bf16 autocast on CUDA, next-token loss on blocks of tokens. The cost of
+their attention is that of full attention. Inside `use_baseline(...)` the same loop adapts a model to a sparse method.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from focus_attn.model import FocusModel
+from focus_attn.training.token_losses import Head, next_token_loss
+
+Tuning = Literal["lora", "dora", "full"]
+
+
+@dataclass(frozen=True)
+class FineTuned:
+    """A trained model (a PeftModel for LoRA and DoRA) and how it got there."""
+
+    model: nn.Module
+    parameters: int  # trained
+    losses: list[float]  # of every step
+
+    kind: Literal["dense"] = "dense"
+
+
+def fine_tune(
+    model: nn.Module,
+    blocks: Tensor,
+    *,
+    method: Tuning,
+    steps: int = 200,
+    lr: float = 1e-4,
+    rank: int = 16,
+    length: int | None = None,
+    sequences: int = 8,
+    warmup: float = 0.05,
+    target_modules: list[str] | str | None = None,
+    seed: int = 0,
+    checkpoint: str | os.PathLike[str] | None = None,
+    save_every: int = 500,
+    progress: Callable[[int, int], None] | None = None,
+) -> FineTuned:
+    """Train `model`, a transformers causal LM, on `blocks` [N, T] of tokens. It is changed in place.
+
+    Args:
+        length: cut the blocks to sequences of this many tokens; by default they are taken whole.
+        sequences: in a step.
+        warmup: share of the steps over which the learning rate rises to `lr`; then it falls to 0 along a cosine.
+        target_modules: what LoRA and DoRA adapt; by default what peft names for the architecture.
+        checkpoint: a file to go on from when it is there, written every `save_every` steps and at the end.
+    """
+    if isinstance(model, FocusModel):
+        raise ValueError(
+            "`fine_tune` trains a base model: give it `model.unload()`; routers are trained by `focus train`"
+        )
+    if min(steps, sequences, rank) < 1:
+        raise ValueError(f"`steps`, `sequences` and `rank` must be at least 1, got {steps}, {sequences} and {rank}")
+    data = _sequences(blocks, length)
+    dtype = next(model.parameters()).dtype
+    torch.manual_seed(seed)  # of the adapters' start
+    trained, lm = _prepare(model, method, rank, target_modules)
+    parameters = [p for p in trained.parameters() if p.requires_grad]
+    device = parameters[0].device
+    optimizer = torch.optim.AdamW(
+        parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=device.type == "cuda" or None
+    )
+    losses: list[float] = []
+    path = None if checkpoint is None else Path(checkpoint)
+    if path is not None and path.exists():
+        losses = _restore(path, parameters, optimizer)
+    trained.train()
+    for step in range(len(losses), steps):
+        for group in optimizer.param_groups:
+            group["lr"] = lr * _schedule(step, steps, warmup)
+        ids = data[_batch(len(data), step, sequences, seed)].to(device)
+        with torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext():
+            loss = _loss(lm, ids)
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+        if not math.isfinite(losses[-1]):
+            raise ValueError(f"the loss of {method} became {losses[-1]} at step {step + 1}: lower `lr` ({lr})")
+        if progress:
+            progress(step + 1, steps)
+        if path is not None and ((step + 1) % save_every == 0 or step + 1 == steps):
+            _save(path, parameters, optimizer, losses)
+    trained.eval()
+    if method == "full":
+        for parameter in trained.parameters():  # not the buffers: rounded rotary frequencies lose far positions
+            parameter.data = parameter.data.to(dtype)
+    return FineTuned(trained, sum(p.numel() for p in parameters), losses)
+
+
+def _prepare(
+    model: nn.Module, method: Tuning, rank: int, target_modules: list[str] | str | None
+) -> tuple[nn.Module, nn.Module]:
+    """(what is trained, the language model in it)."""
+    if method == "full":
+        # In fp32, where small steps are not rounded away.
+        return model.float().requires_grad_(True), model
+    if method not in ("lora", "dora"):
+        raise ValueError(f'`method` must be "lora", "dora" or "full", got {method!r}')
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ImportError(f"{method} comes from peft: `pip install peft`") from error
+    config = LoraConfig(
+        r=rank, lora_alpha=2 * rank, use_dora=method == "dora", target_modules=target_modules, task_type="CAUSAL_LM"
+    )
+    peft_model = get_peft_model(model, config)  # type: ignore[arg-type]
+    return peft_model, peft_model.get_base_model()
+
+
+def _loss(lm: Any, ids: Tensor) -> Tensor:
+    answer = lm.get_decoder()(input_ids=ids, use_cache=False)
+    hidden = answer.last_hidden_state[:, :-1].flatten(0, 1)
+    return next_token_loss(Head(lm, answer), hidden, ids[:, 1:].flatten())
+
+
+def _sequences(blocks: Tensor, length: int | None) -> Tensor:
+    if blocks.dim() != 2 or blocks.dtype != torch.int64 or not len(blocks):
+        raise ValueError(f"`blocks` must be int64 tokens [N, T], got {list(blocks.shape)} of {blocks.dtype}")
+    length = length or blocks.shape[1]
+    if not 2 <= length <= blocks.shape[1]:
+        raise ValueError(f"`length` must be from 2 to the blocks' {blocks.shape[1]} tokens, got {length}")
+    whole = blocks.shape[1] // length * length
+    return blocks[:, :whole].reshape(-1, length)
+
+
+def _batch(number: int, step: int, sequences: int, seed: int) -> Tensor:
+    """Which sequences a step takes: epochs of shuffled data, a function of the step alone."""
+    places = torch.arange(step * sequences, (step + 1) * sequences)
+    orders = {
+        int(epoch): torch.randperm(number, generator=torch.Generator().manual_seed(seed * 100_003 + int(epoch)))
+        for epoch in (places // number).unique()
+    }
+    return torch.stack([orders[int(place // number)][place % number] for place in places])
+
+
+def _schedule(step: int, steps: int, warmup: float) -> float:
+    rising = max(1, round(warmup * steps))
+    if step < rising:
+        return (step + 1) / rising
+    return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, steps - rising)))
+
+
+def _save(path: Path, parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, losses: list[float]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    torch.save({"parameters": parameters, "optimizer": optimizer.state_dict(), "losses": losses}, partial)
+    partial.replace(path)
+
+
+@torch.no_grad()
+def _restore(path: Path, parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[float]:
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    if [p.shape for p in state["parameters"]] != [p.shape for p in parameters]:
+        raise ValueError(f"{path} holds a run with other settings: delete it, or give another `checkpoint`")
+    for parameter, saved in zip(parameters, state["parameters"], strict=True):
+        parameter.copy_(saved)
+    optimizer.load_state_dict(state["optimizer"])
+    return list(state["losses"])
