@@ -1,0 +1,124 @@
+"""`focus compare`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def compare(
+    recipe: Annotated[str, typer.Argument(help="A YAML file, or a name: peers, table1 ... table10, dimension, ...")],
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny random model, a few steps: does it run?")] = False,
+    model: Annotated[
+        list[str] | None, typer.Option(help="default, gemma3-270m, a hub name or a folder, instead of the recipe's.")
+    ] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME.test=PATH, NAME.train=PATH, or PATH for all: files, folders, .npy tokens, hub:owner/name."
+        ),
+    ] = None,
+    adapter: Annotated[list[str] | None, typer.Option(help="ROW=FOLDER: take this adapter, train none.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Only the rows whose names hold this.")] = None,
+    blocks: Annotated[int | None, typer.Option(min=1, help="Blocks to measure on.")] = None,
+    lengths: Annotated[str | None, typer.Option(help="As in 2048,8K.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="How many, of rows that are trained.")] = None,
+    requests: Annotated[Path | None, typer.Option(help="Benchmarks, from `focus eval --write-requests`.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=1.0, help="Begin nothing after that.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of finished cells; default: runs/compare/<name>.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write every number to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Quality over cost: .png or .svg.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, bf16, fp16 or fp32.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
+    show: Annotated[Path | None, typer.Option(help="Run nothing: show this cells.jsonl of another run.")] = None,
+    write_tokens: Annotated[
+        Path | None, typer.Option(help="Write the texts as token files into this folder and stop.")
+    ] = None,
+) -> None:
+    """Methods x models x data in one table: perplexity with intervals, pairs, multiply-adds, time of the attention.
+
+    Every finished cell is kept in --out: the same command goes on after an interruption, and does nothing twice.
+    docs/reproduction.md has what came of the recipes.
+    """
+    from focus_attn.bench.options import read_device, read_dtype, read_numbers
+    from focus_attn.bench.record import write_json
+    from focus_attn.bench.terminal import make_console
+    from focus_attn.compare.changes import with_adapters, with_data, with_only
+    from focus_attn.compare.quick import quick as quick_form
+    from focus_attn.compare.recipe import Comparison, find_recipe
+    from focus_attn.compare.runner import Outcome, Settings, run
+    from focus_attn.compare.store import read_cells
+    from focus_attn.compare.table import make_rows, place_of, places, verdicts
+    from focus_attn.compare.terminal import Bars, print_outcome
+    from focus_attn.evaluation.requests import Requests
+
+    comparison = Comparison.from_yaml(find_recipe(recipe))
+    comparison = with_data(comparison, text or [], blocks, read_numbers("lengths", lengths) if lengths else None)
+    changes: dict[str, Any] = {}
+    if model:
+        changes["models"] = tuple(model)
+    if seeds is not None:
+        changes["seeds"] = tuple(range(seeds))
+    if adapter:
+        comparison = dataclasses.replace(comparison, methods=with_adapters(comparison, adapter))
+    if only:
+        comparison = dataclasses.replace(comparison, methods=with_only(comparison, only))
+    comparison = dataclasses.replace(comparison, **changes)
+    if quick:
+        comparison = quick_form(comparison)
+    for target in (json_file, plot):
+        if target is not None and not target.parent.is_dir():
+            raise ValueError(f"the folder of {str(target)!r} does not exist: create it or choose another place")
+    if plot is not None:
+        from focus_attn.report.bench_plots import check_plot_file
+
+        check_plot_file(plot)
+    if write_tokens is not None:
+        from focus_attn.compare.prepare import prepare_tokens
+
+        prepare_tokens(comparison, write_tokens)
+        return
+    console = make_console()
+
+    def log(line: str) -> None:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    if show is not None:
+        outcome = Outcome(read_cells(show))
+    else:
+        place = read_device("cpu" if quick else device)
+        with Bars(console) as bars:
+            settings = Settings(
+                out or Path("runs/compare") / (comparison.name + ("-quick" if quick else "")),
+                place,
+                read_dtype("fp32" if quick else dtype, place),
+                seconds=math.inf if seconds is None else seconds,
+                requests=None if requests is None else Requests.load(requests),
+                progress=bars,
+                log=log,
+            )
+            outcome = run(comparison, settings)
+    print_outcome(console, comparison, outcome)
+    rows = make_rows(outcome.cells)
+    if json_file is not None:
+        table = {
+            "rows": [row.to_dict() for row in rows],
+            "verdicts": {str(tuple(at)): verdicts(rows, at) for at in places(rows)},
+        }
+        cells = {"tasks": outcome.tasks, "cells": outcome.cells}
+        whole = {"comparison": comparison.to_dict(), "stopped": outcome.stopped, **table, **cells}
+        write_json(json_file, whole)
+    if plot is not None and rows:
+        from focus_attn.compare.plot import plot_curves, plot_pareto
+
+        for number, at in enumerate(places(rows)):
+            file = plot if number == 0 else plot.with_stem(f"{plot.stem}-{number + 1}")
+            title = f"{comparison.title}: {at.model}, {at.data}, {at.length:,} tokens. {comparison.note or ''}"
+            if comparison.curves:
+                plot_curves([cell for cell in outcome.cells if place_of(cell) == at], title, file)
+            else:
+                plot_pareto(rows, at, title, file)

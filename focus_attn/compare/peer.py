@@ -1,0 +1,41 @@
+"""The peer of a row, set to a cost at a length and fitted to text where it learns something."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from focus_attn.baselines import BASELINES, make_baseline
+from focus_attn.baselines.seam import Baseline, FittedBaseline, Kind
+from focus_attn.compare.data import Texts
+from focus_attn.compare.recipe import Method
+
+FULL = "full"
+FIT_BLOCKS = 8  # of training text, of the length that is measured
+
+
+def make_peer(method: Method, model: nn.Module, length: int, budget: float | None, texts: Texts) -> Baseline | None:
+    """None: the model attends itself, densely or with Focus. ValueError: the peer cannot do what the row asks."""
+    if method.is_focus or method.attention == FULL:
+        return None
+    options = dict(method.options)
+    peer = make_baseline(method.attention, budget=budget, length=length, model=model, **options)
+    if isinstance(peer, FittedBaseline):
+        peer.fit(model, texts.train_blocks(length, FIT_BLOCKS))
+    return peer
+
+
+def kind_of(method: Method) -> Kind:
+    if method.is_focus:
+        return "skips"
+    return known(method).kind  # type: ignore[attr-defined]
+
+
+def needs_text(method: Method) -> bool:
+    return not method.is_focus and hasattr(known(method), "fit")
+
+
+def known(method: Method) -> object:
+    if method.attention not in BASELINES:
+        names = ", ".join(sorted(BASELINES))
+        raise ValueError(f"{method.name!r}: no baseline {method.attention!r}; there are {names}")
+    return BASELINES[method.attention]

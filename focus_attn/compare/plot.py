@@ -1,0 +1,129 @@
+"""Quality over cost: perplexity against multiply-adds and against the measured time; and groups over a training."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from focus_attn.compare.table import BLOCKS, Place, Row
+from focus_attn.report.plots import DENSE, FOCUS, STYLE
+
+MARKERS = {"skips": "o", "selects": "s", "dense": "D"}
+COLORS = {"skips": "#d97706", "selects": "#059669", "dense": DENSE}
+CURVES = (FOCUS, "#d97706", "#059669", "#9333ea", "#dc2626", "#0891b2")
+MARGIN, NAME_WIDTH, NAME_HEIGHT = 0.1, 0.3, 0.035  # shares of a panel
+OFF_THE_SCALE = 1.5  # times the base's perplexity: such rows are named at the upper edge
+
+
+def plot_pareto(rows: Sequence[Row], place: Place, title: str, path: Path) -> None:
+    """A panel for each cost that was measured; the line joins the rows that nothing beats on both counts."""
+    here = [row for row in rows if row.place == place and row.ppl is not None]
+    best = min(row.ppl for row in here if row.ppl is not None)
+    top = OFF_THE_SCALE * next((row.ppl for row in here if row.is_base), best)  # type: ignore[operator]
+    axes_of = (
+        ("multiply_adds", "multiply-adds of the attention, share of dense, selection included", "{:.0%}"),
+        ("ms", "measured time of the attention, ms a layer (this implementation)", "{:g}"),
+    )
+    panels = [panel for panel in axes_of if any(getattr(row, panel[0]) is not None for row in here)]
+    with _figure(title, path, 6.0 * len(panels)) as figure:
+        drawn = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+        for axes, (cost, label, numbers) in zip(drawn, panels, strict=True):
+            axes.set_xscale("log", base=2)
+            axes.margins(x=0.2, y=MARGIN / (1 - 2 * MARGIN))
+            _panel(axes, [row for row in here if getattr(row, cost) is not None], cost, top)
+            axes.set_xlabel(label)
+            axes.xaxis.set_major_formatter(lambda value, _, numbers=numbers: numbers.format(value))
+        figure.axes[0].set_ylabel("perplexity (lower is better)")
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+
+
+def plot_curves(cells: Sequence[dict[str, Any]], title: str, path: Path) -> None:
+    """The largest group of each trained row over the steps of its training, one line a seed."""
+    curves = {(cell["row"], cell["seed"]): cell["training"]["curve"] for cell in cells if cell["training"].get("curve")}
+    names = list(dict.fromkeys(name for name, _ in curves))
+    with _figure(title, path, 7.0) as figure:
+        axes = figure.subplots()
+        for (name, seed), curve in curves.items():
+            steps, shares = ([point[key] for point in curve] for key in ("step", "dominance"))
+            color = CURVES[names.index(name) % len(CURVES)]
+            axes.plot(steps, shares, color=color, label=name if seed == 0 else None)
+        axes.set_ylim(0, 1)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+        axes.set_xlabel("steps")
+        axes.set_ylabel("share of the keys in the largest group, mean over routers")
+        axes.legend(fontsize=8)
+
+
+@contextmanager
+def _figure(title: str, path: Path, width: float) -> Iterator[Any]:
+    """A figure to draw on; the file is written afterwards."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    style: Any = {**STYLE, "svg.hashsalt": "focus"}
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(width, 5.4), layout="constrained")
+        figure.suptitle(textwrap.fill(title, int(14 * width)), x=0.01, ha="left", fontsize=9)
+        yield figure
+        figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _panel(axes: Any, rows: Sequence[Row], cost: str, top: float) -> None:
+    seen = set()
+    points = [(float(getattr(row, cost)), min(row.ppl or top, top)) for row in rows]
+    for row, point in zip(rows, points, strict=True):
+        label = "Focus" if row.is_focus else BLOCKS[row.kind]
+        axes.scatter(
+            *point, color=_color(row), marker=MARKERS[row.kind], label=None if label in seen else label, zorder=3
+        )
+        seen.add(label)
+    front = pareto_front([point for row, point in zip(rows, points, strict=True) if not row.leaking])
+    axes.step(*zip(*front, strict=True), where="post", color=DENSE, linewidth=0.8, linestyle="--", zorder=1)
+    for row, point, height in zip(rows, points, label_heights(points), strict=True):
+        name = row.name if point[1] < top else f"{row.name}: {row.ppl:.3g}"
+        axes.annotate(
+            f"{name} (looks ahead)" if row.leaking else name,
+            point,
+            xytext=(8, height),
+            textcoords=("offset points", "axes fraction"),
+            fontsize=7,
+            color=_color(row),
+            va="center",
+            arrowprops={"arrowstyle": "-", "linewidth": 0.4, "color": _color(row), "relpos": (0, 0.5)},
+        )
+
+
+def _color(row: Row) -> str:
+    return FOCUS if row.is_focus else COLORS[row.kind]
+
+
+def label_heights(points: Sequence[tuple[float, float]]) -> list[float]:
+    """How high the names stand, as shares of the panel, so that neighbours do not cover each other."""
+    x, y = (
+        [(value - min(values)) / ((max(values) - min(values)) or 1.0) for value in values]
+        for values in zip(*((math.log(cost), ppl) for cost, ppl in points), strict=True)
+    )
+    heights = [0.0] * len(points)
+    placed: list[int] = []
+    for index in sorted(range(len(points)), key=lambda index: y[index]):
+        height = MARGIN + (1 - 2 * MARGIN) * y[index]
+        near = sorted(heights[other] for other in placed if abs(x[other] - x[index]) < NAME_WIDTH)
+        for taken in near:
+            if abs(taken - height) < NAME_HEIGHT:
+                height = taken + NAME_HEIGHT
+        heights[index] = height
+        placed.append(index)
+    return heights
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points that no other beats on both counts, cheapest first."""
+    front: list[tuple[float, float]] = []
+    for cost, ppl in sorted(points):
+        if not front or ppl < front[-1][1]:
+            front.append((cost, ppl))
+    return front

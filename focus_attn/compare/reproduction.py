@@ -1,0 +1,258 @@
+"""docs/reproduction.md from results/: table by table the published figure, ours, and what explains a difference.
+
+python -m focus_attn.compare.reproduction
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from focus_attn.compare.cost import ASSUMPTIONS, estimate
+from focus_attn.compare.recipe import FOLDERS, Comparison, find_recipe, recipe_names
+from focus_attn.compare.table import BLOCKS, Place, Row, blocks_of, make_rows, places, verdicts
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "reproduction.md"
+RESULTS = ROOT / "results"
+FIRST = ("peers", *(f"table{number}" for number in range(1, 11)))  # then the others by name
+NOT_RUN = "not run"
+WIDTH = 120
+
+Cell = dict[str, Any]
+
+HEAD = """# Reproduction
+
+Every table and figure of the paper ([arXiv 2604.03260](https://arxiv.org/abs/2604.03260)) as a recipe in
+`recipes/compare`, with what came of it. This page is made from `results/compare/NAME.json`, which
+`focus compare NAME --json` writes, by `python -m focus_attn.compare.reproduction`: do not edit it. The paper's models
+are larger or older than those measured here (SmolLM2-135M-Instruct, Gemma-3-270M), so that perplexities are not to be
+compared across the columns, only what a method does to its own base model.
+
+- Perplexities count predictions past the first window, on text that nothing was trained on, in non-overlapping blocks.
+- "over full" is the ratio to the same model with full attention, with a 95 % interval by 1,000 paired resamples of the
+  blocks. Where rows were trained with several seeds, the range of the seeds stands beside the mean.
+- Multiply-adds are a share of full causal attention, selection and routers included. Times are of one layer's attention
+  as implemented here, called eagerly: most peers are plain PyTorch under a mask, so multiply-adds are fairer to them.
+- `focus compare NAME --quick` tries any of them in about a minute on a CPU, with a tiny random model.
+"""
+
+
+def make_page(results: Path = RESULTS) -> str:
+    measured = read_results(results)
+    names = [*FIRST, *(name for name in recipe_names() if name not in FIRST)]
+    parts = [HEAD]
+    for name in names:
+        comparison = Comparison.from_yaml(find_recipe(name))
+        parts.append("\n".join(section(name, comparison, measured.get(comparison.name, {}), results)))
+    parts.append(f"## Assumptions\n\n{textwrap.fill(ASSUMPTIONS, WIDTH)}\n")
+    return "\n".join(parts)
+
+
+def read_results(folder: Path) -> dict[str, dict[str, Any]]:
+    """What `focus compare --json` wrote, by the comparison's name; several files of one are put together."""
+    found: dict[str, dict[str, Any]] = {}
+    for file in sorted((folder / "compare").glob("*.json")):
+        content = json.loads(file.read_text(encoding="utf-8"))
+        name = content["comparison"]["name"]
+        if content["comparison"]["note"]:  # a trial
+            continue
+        into = found.setdefault(name, {"files": [], "cells": [], "tasks": []})
+        into["files"].append(file)
+        into["cells"] += content["cells"]
+        into["tasks"] += content["tasks"]
+    return found
+
+
+def section(name: str, comparison: Comparison, found: Mapping[str, Any], results: Path) -> Iterator[str]:
+    cells: list[Cell] = found.get("cells", [])
+    rows = make_rows(cells)
+    speeds = speedups(cells, results) if comparison.bench is not None else {}
+    yield f"## {comparison.title}\n"
+    yield f"`focus compare {name}`{_made_by(found)}\n"
+    if comparison.published:
+        yield from published_table(comparison, rows, cells, speeds)
+    if comparison.explains:
+        yield textwrap.fill(f"What explains a difference: {comparison.explains}", WIDTH) + "\n"
+    if not cells and not speeds:
+        yield f"Ours: {NOT_RUN}.\n"
+    for place in places(rows):
+        yield from place_table(rows, place)
+    if found.get("tasks"):
+        yield from task_table(found["tasks"])
+    elif comparison.tasks:
+        yield f"Benchmarks (`--requests`): {NOT_RUN}.\n"
+    if comparison.not_run:
+        yield from not_run_table(name, comparison)
+
+
+def published_table(
+    comparison: Comparison, rows: Sequence[Row], cells: Sequence[Cell], speeds: Mapping[str, str]
+) -> Iterator[str]:
+    models = list(dict.fromkeys(row.place.model for row in rows)) or ["ours"]
+    yield _line("", "published", *models)
+    yield _line("---", *["---"] * (1 + len(models)))
+    for entry in comparison.published:
+        if "row" not in entry:
+            ours = [NOT_RUN] * len(models)
+        elif speeds:
+            ours = [speeds.get(entry["row"], NOT_RUN)]
+        else:
+            ours = [our_figure(entry, comparison, model, rows, cells) for model in models]
+        yield _line(entry["what"], str(entry["figure"]), *ours)
+    yield ""
+
+
+def our_figure(
+    entry: Mapping[str, Any], comparison: Comparison, model: str, rows: Sequence[Row], cells: Sequence[Cell]
+) -> str:
+    """What stands beside a published figure."""
+    data = entry.get("data", next(iter(comparison.data)))
+    here = [row for row in rows if row.name == entry["row"] and row.place.model == model and row.place.data == data]
+    if not here or here[0].ppl is None:
+        return here[0].failed or NOT_RUN if here else NOT_RUN
+    shows = entry.get("shows", "ppl")
+    if shows == "dominance":
+        return "-" if here[0].dominance is None else f"largest group {here[0].dominance:.1%}"
+    if shows != "ppl":
+        groups = next(cell["groups"] for cell in cells if cell["row"] == entry["row"] and "groups" in cell)
+        return _groups(groups, shows)
+    if entry.get("over") == "lengths":
+        return " / ".join(f"{row.ppl:.2f}" for row in sorted(here, key=lambda row: row.place.length))
+    return f"{_ppl(here[0])}{_over(here[0])}"
+
+
+def place_table(rows: Sequence[Row], place: Place) -> Iterator[str]:
+    yield f"{place.model}, {place.data}, blocks of {place.length:,} tokens:\n"
+    yield _line(
+        "method", "perplexity", "over full [95 %]", "pairs", "multiply-adds", "ms a layer", "largest group", "trained"
+    )
+    yield _line("---", *["--:"] * 7)
+    for kind, block in blocks_of(rows, place).items():
+        yield _line(f"*{BLOCKS[kind]}*", *[""] * 7)
+        for row in block:
+            yield _line(*_cells(row))
+    yield ""
+    for sentence in verdicts(rows, place):
+        yield f"- {sentence}"
+    for row in rows:
+        if row.place == place and row.failed:
+            yield f"- {row.name}: {row.failed}"
+    yield ""
+
+
+def task_table(tasks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    names = list(tasks[0]["models"])
+    yield "Benchmarks, and the difference to the base model [95 %]:\n"
+    yield _line("task", "n", *names)
+    yield _line("---", *["--:"] * (1 + len(names)))
+    for task in tasks:
+        floor = " (base at chance: not counted)" if task["at_floor"] else ""
+        yield _line(
+            f"{task['task']}, {task['metric']}{floor}", f"{task['n']:,}", *(_score(task, name) for name in names)
+        )
+    yield ""
+
+
+def not_run_table(name: str, comparison: Comparison) -> Iterator[str]:
+    yield "Not run here:\n"
+    yield _line("model", "command", "estimated cost")
+    yield _line("---", "---", "---")
+    for entry in comparison.not_run:
+        cost = estimate(comparison, float(entry["parameters"]), float(entry["tokens"]) if "tokens" in entry else None)
+        command = entry.get("command", f"focus compare {name} --model {entry['model']} --device cuda")
+        yield _line(entry["model"], f"`{command}`", str(cost))
+    yield ""
+
+
+def speedups(cells: Sequence[Cell], results: Path) -> dict[str, str]:
+    """ "K = 8" -> speed-ups by length, from this table's own cells or, without them, from `focus bench attention`."""
+    rows = [cell["bench"] for cell in cells]
+    for file in () if rows else sorted(results.glob("attention_*/published.json")):
+        rows += json.loads(file.read_text(encoding="utf-8"))["rows"]
+    by_groups: dict[str, list[str]] = {}
+    for row in sorted(rows, key=lambda row: row["length"]):
+        if row["speedup"] is not None:
+            by_groups.setdefault(f"K = {row['K']}", []).append(f"{row['speedup']:.2f}x at {_count(row['length'])}")
+    return {name: ", ".join(speeds) for name, speeds in by_groups.items()}
+
+
+def _made_by(found: Mapping[str, Any]) -> str:
+    if not found:
+        return ""
+    run = found["cells"][0]["run"]
+    files = ", ".join(f"[{file.name}](../results/compare/{file.name})" for file in found["files"])
+    return f" ({run['gpu'] or run['cpu']}, torch {run['torch']}, {run['date']}, commit {run['commit']}: {files})"
+
+
+def _cells(row: Row) -> list[str]:
+    name = f"{row.name}{' (looks ahead)' if row.leaking else ''}"
+    name = f"**{name}**" if row.is_focus else name
+    if row.ppl is None:
+        return [name, "not possible", *[""] * 6]
+    over = "" if row.over_base is None else _over(row).strip(" ,")
+    return [
+        name,
+        _ppl(row),
+        over,
+        _share(row.pairs_kept),
+        _share(row.multiply_adds),
+        "" if row.ms is None else f"{row.ms:.3g} ({row.speedup:.2f}x)",
+        _share(row.dominance),
+        f"{row.trained_parameters:,}" if row.trained_parameters else "",
+    ]
+
+
+def _ppl(row: Row) -> str:
+    spread = f" ({row.lowest:.2f} to {row.highest:.2f}, {row.seeds} seeds)" if row.seeds > 1 else ""
+    return f"{row.ppl:.2f}{spread}"
+
+
+def _over(row: Row) -> str:
+    if row.over_base is None:
+        return ""
+    over = row.over_base
+    return f", {over.estimate - 1:+.1%} [{over.low - 1:+.1%}, {over.high - 1:+.1%}]"
+
+
+def _score(task: Mapping[str, Any], name: str) -> str:
+    score, against = f"{task['models'][name]['estimate']:.3g}", task["against_base"].get(name)
+    if against is None:
+        return score
+    return f"{score}, {against['estimate']:+.3g} [{against['low']:+.3g}, {against['high']:+.3g}]"
+
+
+def _groups(described: Mapping[str, Any], shows: str) -> str:
+    if shows == "confidence":
+        return f"{described['confidence']:.2f}"
+    if shows == "sizes":
+        shares = [group["key_share"] for group in described["groups"]]
+        return f"{min(shares):.0%} to {max(shares):.0%}"
+    listed = (" ".join(repr(token) for token in group["key_tokens"][:5]) for group in described["groups"])
+    return "; ".join(f"({number}) {tokens}" for number, tokens in enumerate(listed)).replace("|", "\\|")
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def _count(tokens: int) -> str:
+    return f"{tokens >> 20}M" if tokens >= 1 << 20 else f"{tokens >> 10}K"
+
+
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    if not FOLDERS[-1].is_dir():
+        raise SystemExit("the page is made in a clone of the repository: recipes/compare is not here")
+    PAGE.write_text(make_page(), encoding="utf-8")
+    print(PAGE)
+
+
+if __name__ == "__main__":
+    main()

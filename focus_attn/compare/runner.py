@@ -1,0 +1,246 @@
+"""The cells of a comparison, one after the other. Each is written when it is measured; a rerun skips what is there."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from focus_attn.compare.bench import bench_cells
+from focus_attn.compare.data import Texts
+from focus_attn.compare.groups import describe_groups
+from focus_attn.compare.measure import measure
+from focus_attn.compare.models import describe_model, load_model
+from focus_attn.compare.peer import kind_of, make_peer, needs_text
+from focus_attn.compare.recipe import Comparison, Method
+from focus_attn.compare.store import FILE, Cell, CellStore
+from focus_attn.compare.subject import OutOfTimeError, Progress, Subject, Workshop, digest
+from focus_attn.compare.tasks import is_scored, score_row, task_table
+from focus_attn.compare.timing import time_attention
+from focus_attn.evaluation.requests import Requests
+from focus_attn.evaluation.summary import BASE
+from focus_attn.model import FocusModel
+
+TIMED_RUNS = {"cuda": 11, "cpu": 3}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Where and how a comparison is run."""
+
+    folder: Path
+    device: torch.device
+    dtype: torch.dtype
+    seconds: float = math.inf
+    requests: Requests | None = None  # of the benchmarks, where the comparison asks for them
+    progress: Progress | None = None
+    log: Callable[[str], None] = lambda line: None
+
+
+@dataclass
+class Outcome:
+    """What there is of a comparison so far."""
+
+    cells: list[Cell] = field(default_factory=list)
+    tasks: list[dict[str, Any]] = field(default_factory=list)  # every metric of the benchmarks, with intervals
+    stopped: str | None = None  # why it is not all
+
+
+def run(comparison: Comparison, settings: Settings) -> Outcome:
+    """Measure what is missing, until it is all there or the time is up."""
+    outcome = Outcome()
+    deadline = time.monotonic() + settings.seconds
+    store = CellStore(settings.folder / FILE)
+    try:
+        if comparison.bench is not None:
+            for cell in bench_cells(comparison.bench, store, deadline, settings.log):
+                outcome.cells.append(cell)
+            return outcome
+        for model_name in comparison.models:
+            model = _Model(comparison, model_name, settings, store, deadline)
+            for cell in model.cells():
+                outcome.cells.append(cell)
+            if model.requests is not None:
+                outcome.tasks = task_table(model.requests, model.score_files)
+    except OutOfTimeError:
+        outcome.stopped = f"stopped after the {settings.seconds:.0f} s given: the same command goes on"
+    return outcome
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a row is measured."""
+
+    data: str
+    length: int
+    blocks: int
+
+
+class _Model:
+    """The cells of one model."""
+
+    def __init__(
+        self, comparison: Comparison, name: str, settings: Settings, store: CellStore, deadline: float
+    ) -> None:
+        self.comparison, self.settings, self.store, self.deadline = comparison, settings, store, deadline
+        model, tokenizer = load_model(name, settings.dtype, settings.device)
+        vocabulary = model.get_output_embeddings().weight.shape[0]
+        self.name, self.tokenizer = name, tokenizer
+        self.texts: dict[str, Texts] = {
+            data: Texts(dataset, tokenizer, vocabulary) for data, dataset in comparison.data.items()
+        }
+        self.workshop = Workshop(
+            comparison,
+            name,
+            model,
+            self.texts,
+            settings.folder / "trained",
+            deadline,
+            settings.progress,
+            settings.log,
+        )
+        self.requests = settings.requests if comparison.tasks else None
+        if self.requests is not None and len(comparison.models) > 1:
+            raise ValueError("--requests holds tokens of one model: give that --model alone")
+        self.score_files: dict[str, Path] = {}
+        self.begun = 0  # cells
+        self.costs: dict[tuple[str, _Place], float] = {}  # (row, place) -> share, for rows of equal cost
+
+    @property
+    def total(self) -> int:
+        rows = sum(len(self.comparison.seeds_of(method)) for method in self.comparison.methods)
+        return rows * len(self._places())
+
+    def cells(self) -> Iterator[Cell]:
+        for method in self.comparison.methods:
+            for seed in self.comparison.seeds_of(method):
+                yield from self._row(method, seed)
+
+    def _row(self, method: Method, seed: int) -> Iterator[Cell]:
+        """A row is made once, and only if one of its cells is missing."""
+        subject: Subject | None = None
+        for place in self._places():
+            self.begun += 1
+            key = self._key(method, place, seed)
+            if key not in self.store:
+                if time.monotonic() > self.deadline:
+                    raise OutOfTimeError
+                subject = subject or self.workshop.make(method, seed)
+                self.store.put(key, self._measured(method, subject, place, seed))
+            # Names are for people: a row that was renamed is not measured again.
+            cell = self.store[key] | {"row": method.name, "data": place.data}
+            if subject is not None:
+                where = f"{describe_model(self.name)}, {place.data}, {place.length:,}"
+                self.settings.log(f"{self.begun}/{self.total} {where}: {one_line(cell)}")
+            if "figures" in cell:
+                self.costs.setdefault((method.name, place), cell["figures"]["full_layers"])
+            yield cell
+        if self.requests is not None:
+            subject = self._score(method, subject, seed)
+        if subject is not None and subject.model is not self.workshop.model:  # a copy, whose memory the next one needs
+            del subject
+            gc.collect()
+            if self.settings.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _score(self, method: Method, subject: Subject | None, seed: int) -> Subject | None:
+        """The benchmarks of a row, which is made for them if it is not there yet."""
+        assert self.requests is not None
+        file = (
+            self.settings.folder / "scores" / f"{digest([self.workshop.identity(method, seed), method.budget])}.jsonl"
+        )
+        name = method.name if len(self.comparison.seeds_of(method)) == 1 else f"{method.name}, seed {seed}"
+        self.score_files[BASE if method.is_base else name] = file
+        if is_scored(self.requests, file):
+            return subject
+        subject = subject or self.workshop.make(method, seed)
+        longest = max(map(self.requests.length, self.requests.items))
+        budget = None if isinstance(method.budget, str) else method.budget
+        peer = make_peer(method, subject.model, longest, budget, self._train_texts(method))
+        score_row(subject.model, peer, self.requests, file, self.tokenizer, self.deadline, self.settings.progress, name)
+        return subject
+
+    def _places(self) -> list[_Place]:
+        return [
+            _Place(name, length, dataset.blocks)
+            for name, dataset in self.comparison.data.items()
+            for length in dataset.lengths
+        ]
+
+    def _key(self, method: Method, place: _Place, seed: int) -> str:
+        texts = self.texts[place.data]
+        identity = {
+            "made": self.workshop.identity(method, seed),
+            "budget": self._budget(method, place),
+            "text": texts.test.digest,
+            "fitted_to": self._train_texts(method).train.digest if needs_text(method) else None,
+            "length": place.length,
+            "blocks": place.blocks,
+            "window": self.comparison.window,
+            "timing": self.comparison.timing,
+            "groups": self.comparison.groups,
+            "device": self.settings.device.type,
+        }
+        return digest(identity)
+
+    def _train_texts(self, method: Method) -> Texts:
+        return self.texts[self.comparison.train_set(method)]
+
+    def _budget(self, method: Method, place: _Place) -> float | None:
+        if not isinstance(method.budget, str):
+            return method.budget
+        return self.costs.get((method.budget, place))
+
+    def _measured(self, method: Method, subject: Subject, place: _Place, seed: int) -> Cell:
+        blocks = self.texts[place.data].test_blocks(place.length, place.blocks)
+        cell: Cell = {
+            "model": describe_model(self.name),
+            "data": place.data,
+            "text": self.texts[place.data].test.name,
+            "length": place.length,
+            "row": method.name,
+            "method": method.to_dict(),
+            "seed": seed,
+            "kind": kind_of(method),
+            "focus": method.is_focus,
+            "dtype": str(self.settings.dtype).removeprefix("torch."),
+            "trained_parameters": subject.trained_parameters,
+            "training": subject.training,
+            "budget": self._budget(method, place),
+        }
+        if method.budget is not None and cell["budget"] is None:
+            return cell | {"failed": f"what {method.budget!r} costs here is not known"}
+        try:
+            peer = make_peer(method, subject.model, place.length, cell["budget"], self._train_texts(method))
+        except ValueError as error:  # a cost it cannot come down to, or a use it is not made for
+            return cell | {"failed": str(error)}
+        shown = self.settings.progress
+        title = f"{self.begun}/{self.total} {method.name}, {place.data}, {place.length:,}"
+
+        def report(done: int, total: int) -> None:
+            if shown is not None:
+                shown(title, done, total)
+
+        cell["peer"] = None if peer is None else str(peer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # a peer that looks ahead is marked in the table
+            cell["figures"] = measure(subject.model, peer, blocks, self.comparison.window, report).to_dict()
+            if self.comparison.timing:
+                cell["timing"] = time_attention(subject.model, peer, blocks[0], TIMED_RUNS[self.settings.device.type])
+        if self.comparison.groups and isinstance(subject.model, FocusModel):
+            cell["groups"] = describe_groups(subject.model, blocks, self.tokenizer)
+        return cell
+
+
+def one_line(cell: Cell) -> str:
+    if "failed" in cell:
+        return f"{cell['row']}: {cell['failed']}"
+    figures = cell["figures"]
+    return f"{cell['row']}: perplexity {figures['ppl']:.3f}, {figures['multiply_adds']:.1%} of the multiply-adds"

@@ -1,0 +1,63 @@
+"""Finished cells in one file, a line each, appended as they come: a run that was killed goes on where it was."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from focus_attn.bench.record import describe_run
+
+Cell = dict[str, Any]
+FILE = "cells.jsonl"
+
+
+class CellStore:
+    """Cells by the digest of all that defines them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.cells: dict[str, Cell] = {}
+        if path.is_file():
+            self.cells = {cell["key"]: cell for cell in _read_lines(path)}
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.cells
+
+    def __getitem__(self, key: str) -> Cell:
+        return dict(self.cells[key])
+
+    def put(self, key: str, cell: Cell) -> None:
+        """On disk before it returns, beside the run that measured it."""
+        self.cells[key] = {"key": key, "run": _run(), **cell}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(self.cells[key]) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def read_cells(path: Path) -> list[Cell]:
+    """The cells of a file, in the order they were measured."""
+    if not path.is_file():
+        raise ValueError(f"no such file: {str(path)!r} (a run keeps its cells in {FILE} of its --out folder)")
+    return _read_lines(path)
+
+
+def _read_lines(path: Path) -> list[Cell]:
+    """A last line that was cut short is taken off the file: what is appended next must begin a line."""
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        path.write_bytes(whole)
+    try:
+        return [json.loads(line) for line in whole.splitlines()]
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{str(path)!r} is not a file of cells: {error}") from None
+
+
+@cache
+def _run() -> dict[str, Any]:
+    return describe_run()

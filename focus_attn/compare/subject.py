@@ -1,0 +1,210 @@
+"""A row made ready to be measured: its model, trained where the row says so."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import json
+import math
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from focus_attn.adapters import CONFIG_FILE, read_adapter, write_adapter
+from focus_attn.baselines.seam import use_baseline
+from focus_attn.compare.data import Texts
+from focus_attn.compare.models import cast_parameters
+from focus_attn.compare.peer import make_peer
+from focus_attn.compare.recipe import Comparison, Method, merged, plain
+from focus_attn.config import FocusConfig
+from focus_attn.model import FocusModel
+from focus_attn.training.recipe import Recipe
+from focus_attn.zoo import find_adapter
+
+Progress = Callable[[str, int, int], None]  # what, done, of how many
+CURVE_POINTS = 60
+SAVE_EVERY = 100  # steps of a fine-tuning that an interruption can cost
+# What a run of this kind has no use for: nothing is held back, the rows are measured on text of their own.
+TRAINING: dict[str, Any] = {"evaluate_every": 0, "data": {"held_out": 0}}
+
+TUNING: dict[str, Any] = {"steps": 400, "length": 1024, "sequences": 8}
+
+
+class OutOfTimeError(Exception):
+    """The time given is up; the same command goes on."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is measured in a row."""
+
+    model: nn.Module  # a causal LM or a FocusModel
+    trained_parameters: int = 0
+    training: dict[str, Any] = field(default_factory=dict)  # what it took
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """What the rows of one model are made from."""
+
+    comparison: Comparison
+    model_name: str
+    model: nn.Module  # as pretrained; what is trained is a copy
+    texts: Mapping[str, Texts]
+    folder: Path  # of what is trained
+    deadline: float = math.inf  # of time.monotonic()
+    progress: Progress | None = None
+    log: Callable[[str], None] = lambda line: None
+
+    def make(self, method: Method, seed: int) -> Subject:
+        """The model loaded, and trained as the row says."""
+        if time.monotonic() > self.deadline:
+            raise OutOfTimeError
+        if method.tune is not None:
+            return self._tune(method, seed)
+        if method.focus is not None:
+            return self._train_focus(method, seed)
+        if method.adapter is not None:
+            focus = _served(copy.deepcopy(self.model), find_adapter(method.adapters[seed]), method.serve)
+            return Subject(focus, focus.get_nb_trainable_parameters()[0])
+        return Subject(self.model)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
+
+    def identity(self, method: Method, seed: int) -> dict[str, Any]:
+        """All that decides what `make` makes; a run is looked up by it."""
+        made: dict[str, Any] = {"model": self.model_name, "dtype": str(self.dtype), **method.to_dict()}
+        del made["name"], made["budget"]
+        texts = self.texts[self.comparison.train_set(method)]
+        if method.focus is not None:
+            made |= {"recipe": training_recipe(self.comparison, method, seed).to_dict(), "text": texts.train.digest}
+        elif method.adapter is not None:
+            file = find_adapter(method.adapters[seed]) / CONFIG_FILE
+            described = json.loads(file.read_text(encoding="utf-8"))
+            made["adapter"] = [described["weights_sha256"], described["config"]]
+        elif method.tune is not None:
+            made |= {"tuning": tuning_options(self.comparison, method), "text": texts.train.digest, "seed": seed}
+        return plain(made)
+
+    def _train_focus(self, method: Method, seed: int) -> Subject:
+        from focus_attn.training import train
+
+        recipe = training_recipe(self.comparison, method, seed)
+        texts = self.texts[self.comparison.train_set(method)]
+        # Rows that differ only in how they are served share their training.
+        run = self.folder / digest([self.model_name, recipe.to_dict(), texts.train.digest])
+        result = train(
+            copy.deepcopy(self.model),
+            texts.train_documents(max(recipe.lengths().values())),
+            recipe,
+            output=run,
+            device=str(next(self.model.parameters()).device),
+            time_limit=None if self.deadline == math.inf else max(1.0, self.deadline - time.monotonic()),
+            log=self.log,
+            progress=self.progress,
+        )
+        if not result.finished:
+            raise OutOfTimeError
+        parameters, _ = result.model.get_nb_trainable_parameters()
+        base = result.model.unload()
+        cast_parameters(base, self.dtype)  # one that was trained is in fp32
+        record = json.loads((run / "run.json").read_text(encoding="utf-8"))
+        took = {
+            "steps": recipe.steps,
+            "tokens": sum(stage.tokens for stage in recipe.stages),
+            "seconds_of_last_call": round(record["seconds"], 1),
+            "curve": _curve(run / "log.jsonl"),
+        }
+        return Subject(_served(base, run, method.serve), parameters, took)
+
+    def _tune(self, method: Method, seed: int) -> Subject:
+        """LoRA, DoRA or full fine-tuning under whatever the row attends with."""
+        from focus_attn.baselines.fine_tune import fine_tune
+
+        options = tuning_options(self.comparison, method)
+        how, length = options.pop("how"), options.pop("length")
+        texts = self.texts[self.comparison.train_set(method)]
+        blocks = texts.train_blocks(length, options["steps"] * options["sequences"])
+        model = copy.deepcopy(self.model)
+        if how == "full":
+            cast_parameters(model, torch.float32)  # in half precision small steps would be rounded away
+        peer = make_peer(method, model, length, method.budget, texts)  # type: ignore[arg-type]
+        checkpoint = self.folder / f"{digest(self.identity(method, seed))}.pt"
+
+        def report(done: int, total: int) -> None:
+            if self.progress:
+                self.progress(f"{method.name}: training", done, total)
+            if time.monotonic() > self.deadline and done < total:
+                raise OutOfTimeError
+
+        with nullcontext() if peer is None else use_baseline(model, peer):
+            tuned = fine_tune(
+                model,
+                blocks,
+                method=how,
+                seed=seed,
+                checkpoint=checkpoint,
+                save_every=SAVE_EVERY,
+                progress=report,
+                **options,
+            )
+        if how == "full":
+            cast_parameters(model, self.dtype)
+        tokens = options["steps"] * options["sequences"] * length
+        record = {"steps": options["steps"], "tokens": tokens, "last_loss": tuned.losses[-1]}
+        return Subject(model, tuned.parameters, record)
+
+
+def training_recipe(comparison: Comparison, method: Method, seed: int) -> Recipe:
+    values = merged(merged(TRAINING, comparison.training), method.training)
+    config = focus_config(method, values.get("focus") or {})
+    return Recipe.from_dict({**values, "focus": config.to_dict(), "seed": seed})
+
+
+def tuning_options(comparison: Comparison, method: Method) -> dict[str, Any]:
+    assert method.tune is not None
+    return {**TUNING, **comparison.tuning, **method.tune}
+
+
+def focus_config(method: Method, usual: Mapping[str, Any]) -> FocusConfig:
+    """The row's own fields over the training's usual ones, or over the published setting."""
+    assert method.focus is not None
+    fields = dict(method.focus)
+    preset = fields.pop("preset", None)
+    if preset not in (None, "paper"):
+        raise ValueError(f"{method.name!r}: `focus.preset` can be paper, got {preset!r}")
+    return FocusConfig.paper(**fields) if preset else FocusConfig.from_dict({**usual, **fields})
+
+
+def digest(parts: Any) -> str:
+    """A short name for all that defines something."""
+    return hashlib.sha256(json.dumps(plain(parts), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _served(base: nn.Module, folder: Path, changes: Mapping[str, Any]) -> FocusModel:
+    """An adapter on its base, with fields of its config changed that its tensors do not depend on."""
+    if not changes:
+        return FocusModel.from_pretrained(base, folder)
+    adapter = read_adapter(folder)
+    config = FocusConfig.from_dict({**adapter.config.to_dict(), **changes})
+    with tempfile.TemporaryDirectory() as changed:
+        write_adapter(dataclasses.replace(adapter, config=config), changed)
+        return FocusModel.from_pretrained(base, changed)
+
+
+def _curve(log: Path) -> list[dict[str, float]]:
+    """How even the groups were over the steps of a run, a few points of it."""
+    wanted = ("step", "lm", "pairs_kept", "dominance", "worst_dominance")
+    lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.is_file() else []
+    points = [{name: line[name] for name in wanted if name in line} for line in lines if "dominance" in line]
+    return points[:: max(1, math.ceil(len(points) / CURVE_POINTS))]

@@ -1,0 +1,156 @@
+"""Cells to a table: seeds put together, intervals against full attention, and who is first at no more cost."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+from focus_attn.evaluation.bootstrap import Interval, perplexity_ratio
+
+BLOCKS = {
+    "skips": "skips work before scoring",
+    "selects": "scores every key first",
+    "dense": "keeps every pair",
+}
+SAME_COST = 1.05  # a rival may cost this many times as much and still be ranked
+
+Cell = dict[str, Any]
+
+
+class Place(NamedTuple):
+    model: str
+    data: str
+    length: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method at one place, over its seeds."""
+
+    place: Place
+    name: str
+    kind: str
+    is_focus: bool
+    is_base: bool
+    seeds: int
+    failed: str | None = None
+    ppl: float | None = None  # geometric mean over seeds
+    lowest: float | None = None  # of the seeds
+    highest: float | None = None
+    over_base: Interval | None = None  # perplexity over full attention's, blocks resampled
+    pairs_kept: float | None = None
+    multiply_adds: float | None = None
+    ms: float | None = None  # a layer's attention
+    dense_ms: float | None = None  # the fastest dense one, in the same run
+    dominance: float | None = None
+    trained_parameters: int = 0
+    leaking: bool = False  # it looks at later tokens, so that it is not ranked
+    losses: tuple[float, ...] = field(default=(), repr=False)  # of each block, mean over seeds
+
+    @property
+    def speedup(self) -> float | None:
+        return None if self.ms is None or self.dense_ms is None else self.dense_ms / self.ms
+
+    def to_dict(self) -> dict[str, Any]:
+        values = asdict(self)
+        del values["losses"]
+        return {**values, "place": self.place._asdict(), "block": BLOCKS[self.kind]}
+
+
+def make_rows(cells: Iterable[Cell]) -> list[Row]:
+    """In the order of the cells, one for each method and place."""
+    together: dict[tuple[Place, str], list[Cell]] = {}
+    for cell in cells:
+        if "bench" not in cell:
+            together.setdefault((place_of(cell), cell["row"]), []).append(cell)
+    base = {place: _losses(cells) for (place, _), cells in together.items() if _is_base(cells[0])}
+    return [_row(place, name, cells, base.get(place)) for (place, name), cells in together.items()]
+
+
+def place_of(cell: Cell) -> Place:
+    return Place(cell["model"], cell["data"], cell["length"])
+
+
+def places(rows: Sequence[Row]) -> list[Place]:
+    return list(dict.fromkeys(row.place for row in rows))
+
+
+def blocks_of(rows: Sequence[Row], place: Place) -> dict[str, list[Row]]:
+    """The rows of a place by block, best first."""
+    here = [row for row in rows if row.place == place]
+    ordered = sorted(here, key=lambda row: (row.ppl is None, row.ppl))
+    return {kind: found for kind in BLOCKS if (found := [row for row in ordered if row.kind == kind])}
+
+
+def verdicts(rows: Sequence[Row], place: Place) -> list[str]:
+    """Whether each Focus row comes first among those that skip work, at no more multiply-adds and in no more time."""
+    skipping = [row for row in rows if row.place == place and row.kind == "skips" and row.ppl is not None]
+    peers = [row for row in skipping if not row.is_focus and not row.leaking]
+    sentences = []
+    for focus in (row for row in skipping if row.is_focus):
+        for what, cost in (("multiply-adds", "multiply_adds"), ("time", "ms")):
+            limit = getattr(focus, cost)
+            rivals = [row for row in peers if limit and (getattr(row, cost) or limit * 2) <= SAME_COST * limit]
+            if rivals:
+                sentences.append(_verdict(focus, min(rivals, key=lambda row: row.ppl or 0.0), len(rivals), what))
+    return sentences
+
+
+def _verdict(focus: Row, best: Row, rivals: int, what: str) -> str:
+    ratio = perplexity_ratio(best.losses, focus.losses)
+    clear = "" if not ratio.contains(1.0) else ", which the interval does not tell apart"
+    tuned = " (whose weights were trained too)" if best.trained_parameters else ""
+    compared = f"{focus.ppl:.2f} against {best.ppl:.2f} of {best.name}{tuned}, ratio {ratio}{clear}"
+    among = f"of the {rivals} peer{'s' * (rivals != 1)} that skip work at no more {what}"
+    if ratio.estimate < 1:
+        return f"{focus.name} comes before the best {among}: {compared}."
+    return f"{focus.name} is NOT first: the best {among} is {best.name}: {compared}."
+
+
+def _row(place: Place, name: str, cells: list[Cell], base: tuple[float, ...] | None) -> Row:
+    first, measured = cells[0], [cell for cell in cells if "figures" in cell]
+    described = {
+        "place": place,
+        "name": name,
+        "kind": first["kind"],
+        "is_focus": first["focus"],
+        "is_base": _is_base(first),
+        "seeds": len(cells),
+    }
+    if not measured:
+        return Row(**described, failed=first["failed"])
+    ppls = [cell["figures"]["ppl"] for cell in measured]
+    losses = _losses(measured)
+    return Row(
+        **described,
+        ppl=statistics.geometric_mean(ppls),
+        lowest=min(ppls),
+        highest=max(ppls),
+        over_base=None if base is None or _is_base(first) else perplexity_ratio(base, losses),
+        pairs_kept=_mean(measured, "figures", "pairs_kept"),
+        multiply_adds=_mean(measured, "figures", "multiply_adds"),
+        ms=_mean(measured, "timing", "ms"),
+        dense_ms=_mean(measured, "timing", "dense_ms"),
+        dominance=_mean(measured, "figures", "dominance"),
+        trained_parameters=first["trained_parameters"],
+        leaking=any(cell["figures"]["leaking"] for cell in measured),
+        losses=losses,
+    )
+
+
+def _is_base(cell: Cell) -> bool:
+    method = cell["method"]
+    return not (cell["focus"] or method["tune"] or method["attention"] != "full")
+
+
+def _losses(cells: list[Cell]) -> tuple[float, ...]:
+    """Of each block, mean over the seeds."""
+    columns = [cell["figures"]["losses"] for cell in cells]
+    return tuple(statistics.fmean(seeds) for seeds in zip(*columns, strict=True))
+
+
+def _mean(cells: list[Cell], part: str, name: str) -> float | None:
+    values = [cell[part][name] for cell in cells if cell.get(part, {}).get(name) is not None]
+    return statistics.fmean(values) if values else None

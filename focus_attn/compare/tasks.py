@@ -1,0 +1,63 @@
+"""Benchmarks beside perplexity: requests, as `focus eval --write-requests` makes them, scored for every row."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from focus_attn.baselines.seam import Baseline, use_baseline
+from focus_attn.compare.subject import OutOfTimeError, Progress
+from focus_attn.evaluation.requests import Requests
+from focus_attn.evaluation.score_file import ScoreFile, read_scores
+from focus_attn.evaluation.scoring import score
+from focus_attn.evaluation.summary import BASE, summarise
+
+
+def score_row(
+    model: nn.Module,
+    peer: Baseline | None,
+    requests: Requests,
+    file: Path,
+    tokenizer: Any,
+    deadline: float,
+    progress: Progress | None,
+    name: str,
+) -> None:
+    """Score what the file does not have yet; it goes on where it was stopped."""
+
+    def report(done: int, total: int) -> None:
+        if progress:
+            progress(f"{name}: tasks", done, total)
+        if time.monotonic() > deadline and done < total:
+            raise OutOfTimeError
+
+    scores = ScoreFile(file, {"requests": requests.digest})
+    if peer is None:
+        score(model, requests, scores, tokenizer, progress=report)
+        return
+    with use_baseline(model, peer):
+        score(model, without_prefixes(requests), scores, tokenizer, progress=report)
+
+
+def without_prefixes(requests: Requests) -> Requests:
+    """Every item whole: a peer attends over whole sequences and has no cache for what several begin with."""
+    items = [
+        replace(item, context=[*requests.prefixes[item.prefix], *item.context], prefix=None) if item.prefix else item
+        for item in requests.items
+    ]
+    return replace(requests, items=items, prefixes={})
+
+
+def is_scored(requests: Requests, file: Path) -> bool:
+    return file.is_file() and len(read_scores(file)[1]) == len(requests.items)
+
+
+def task_table(requests: Requests, files: Mapping[str, Path]) -> list[dict[str, Any]]:
+    """Every metric of every task with intervals; the file called "base" is what the others are compared with."""
+    finished = {name: read_scores(file)[1] for name, file in files.items() if is_scored(requests, file)}
+    return [row.to_dict() for row in summarise(requests, finished)] if BASE in finished else []

@@ -1,0 +1,70 @@
+"""`focus compare` as a user types it: a slice of the quick forms."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from focus_attn.cli import app
+from focus_attn.compare.quick import NOTE
+
+
+def focus(*arguments):
+    return CliRunner().invoke(app, ["compare", *map(str, arguments)])
+
+
+def test_quick_form_of_a_recipe(tmp_path):
+    pytest.importorskip("matplotlib")
+    files = {"--out": tmp_path / "cells", "--json": tmp_path / "all.json", "--plot": tmp_path / "pareto.png"}
+    options = [part for option, path in files.items() for part in (option, path)]
+    answer = focus("table10", "--quick", "--only", "window", "--only", "Focus", *options)
+    assert answer.exit_code == 0, answer.output
+    assert NOTE.split(":")[0] in answer.output
+    assert "skips work before scoring" in answer.output
+    written = json.loads((tmp_path / "all.json").read_text())
+    assert [row["name"] for row in written["rows"]] == ["full attention", "window + sinks, 32 keys", "Focus, K=8"]
+    assert written["comparison"]["note"] == NOTE
+    assert written["verdicts"]
+    assert {"ms", "dense_ms"} <= written["cells"][0]["timing"].keys()
+    assert (tmp_path / "pareto.png").stat().st_size > 10_000
+    shown = focus("table10", "--show", tmp_path / "cells" / "cells.jsonl", "--json", tmp_path / "again.json")
+    assert shown.exit_code == 0, shown.output
+    assert json.loads((tmp_path / "again.json").read_text())["rows"] == written["rows"]
+
+
+def test_texts_are_written_as_tokens_and_read_back(tmp_path):
+    (tmp_path / "text.txt").write_text("The whale is white, and the sea is wide. " * 200)
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(
+        "name: mine\nmodels: [tiny]\nwindow: 8\ntiming: false\n"
+        f"data: {{prose: {{test: {tmp_path / 'text.txt'}, lengths: 64, blocks: 2}}}}\n"
+        "methods: [{name: near, attention: window, options: {window: 8}}]\n"
+    )
+    answer = focus(recipe, "--write-tokens", tmp_path / "tokens")
+    assert answer.exit_code == 0, answer.output
+    tokens = tmp_path / "tokens" / "tiny"
+    assert f"--text prose.test={tokens / 'prose.test.npy'}" in answer.output
+    from_text, from_tokens = tmp_path / "a.json", tmp_path / "b.json"
+    assert focus(recipe, "--json", from_text, "--out", tmp_path / "a").exit_code == 0
+    parts = [f"prose.{part}={tokens / f'prose.{part}.npy'}" for part in ("train", "test")]
+    again = focus(recipe, "--json", from_tokens, "--out", tmp_path / "b", "--text", parts[0], "--text", parts[1])
+    assert again.exit_code == 0, again.output
+    ppl = [[row["ppl"] for row in json.loads(file.read_text())["rows"]] for file in (from_text, from_tokens)]
+    assert ppl[0] == ppl[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["table0"], "no comparison 'table0'"),
+        (["table1", "--text", "poems.test=x"], "NAME.train=PATH"),
+        (["table1", "--only", "Reformer"], "no row is called so"),
+        (["table1", "--json", "no/such/folder/a.json"], "does not exist"),
+        (["table1", "--plot", "pareto.bmp"], ".png or .svg"),
+        (["table1", "--requests", "none.jsonl"], "no such file"),
+    ],
+)
+def test_mistakes_are_answered_with_a_sentence(arguments, message):
+    answer = focus(*arguments)
+    assert answer.exit_code == 1
+    assert message in " ".join(answer.output.split())

@@ -1,0 +1,127 @@
+"""Comparisons as data: every recipe reads, its quick form too, and what is wrong is answered with how to mend it."""
+
+import pytest
+
+from focus_attn.baselines import BASELINES
+from focus_attn.compare import Comparison, Dataset, Method
+from focus_attn.compare.changes import with_adapters, with_data, with_only
+from focus_attn.compare.quick import NOTE, quick
+from focus_attn.compare.recipe import BASE, find_recipe, merged, recipe_names
+from focus_attn.compare.subject import training_recipe
+
+PAPER = [*(f"table{number}" for number in range(1, 11)), "dimension", "domains", "long-context", "groups", "collapse"]
+
+
+def test_every_table_of_the_paper_has_a_recipe():
+    assert set(PAPER) <= set(recipe_names())
+
+
+@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("form", [lambda whole: whole, quick], ids=["whole", "quick"])
+def test_recipe_reads_and_its_trainings_are_valid(name, form):
+    comparison = form(Comparison.from_yaml(find_recipe(name)))
+    assert comparison.name == name
+    assert Comparison.from_dict(comparison.to_dict()) == comparison
+    rows = {method.name for method in comparison.methods}
+    for method in comparison.methods:
+        assert method.attention in BASELINES
+        if method.focus is not None:
+            training_recipe(comparison, method, seed=0)
+    assert all(entry.get("row") in {None, *rows} for entry in comparison.published) or comparison.bench is not None
+
+
+def test_quick_form_keeps_every_row_and_says_what_it_is():
+    whole = Comparison.from_yaml(find_recipe("peers"))
+    small = quick(whole)
+    assert [method.name for method in small.methods] == [method.name for method in whole.methods]
+    assert small.models == ("tiny",)
+    assert small.note == NOTE
+    assert small.data["books"].lengths == (1024,)
+    assert small.window == 16
+
+
+def test_full_attention_is_always_a_row():
+    comparison = Comparison(methods=(Method(name="window", attention="window"),))
+    assert [method.name for method in comparison.methods] == [BASE, "window"]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"method": []}, "did you mean `methods`"),
+        ({"methods": [{"name": "a", "attention": "window", "focus": {}}]}, "exclude each other"),
+        ({"methods": [{"name": "a"}, {"name": "a", "attention": "window"}]}, "a `name` of its own"),
+        ({"methods": [{"name": "a", "attention": "window", "budget": "b"}]}, "the name of a row above it"),
+        ({"methods": [{"name": "a", "attention": "window", "serve": {"window": 4}}]}, "has no Focus"),
+        ({"methods": [{"name": "a", "tune": {"how": "prompt"}}]}, "`tune.how` must be one of lora, dora, full"),
+        ({"methods": [{"name": "a", "budget": "b", "tune": {"how": "full"}}]}, "needs a share as `budget`"),
+        ({"train_on": "poems"}, "`train_on` must be one of text"),
+        ({"data": {"text": {"lengths": [0]}}}, "whole numbers of at least 2"),
+        ({"seeds": []}, "at least one number"),
+        ({"bench": {}, "methods": [{"name": "a", "attention": "window"}]}, "leave `methods` out"),
+    ],
+)
+def test_what_is_wrong_is_said(values, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        Comparison.from_dict(values)
+
+
+def test_unknown_name_lists_the_known_ones():
+    with pytest.raises(ValueError, match="table1"):
+        find_recipe("table0")
+
+
+def test_training_like_another_recipe(tmp_path):
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training" / "usual.yaml").write_text("name: x\nstages: [{steps: 5, length: 64}]\nprecision: fp32\n")
+    file = tmp_path / "mine.yaml"
+    file.write_text("training: {like: usual, stages: {steps: 7}}\nmethods: [{name: a, focus: {}}]\n")
+    assert Comparison.from_yaml(file).training == {"stages": [{"steps": 7, "length": 64}], "precision": "fp32"}
+    file.write_text("training: {like: unusual}\n")
+    with pytest.raises(ValueError, match="no training recipe 'unusual'"):
+        Comparison.from_yaml(file)
+
+
+def test_merged_goes_into_mappings_and_over_lists():
+    base = {"a": {"b": 1, "c": 2}, "d": [{"e": 1}, {"e": 2}]}
+    assert merged(base, {"a": {"b": 3}, "d": {"f": 0}}) == {
+        "a": {"b": 3, "c": 2},
+        "d": [{"e": 1, "f": 0}, {"e": 2, "f": 0}],
+    }
+    assert base["a"] == {"b": 1, "c": 2}
+
+
+def test_learning_rates_without_a_dot_are_numbers(tmp_path):
+    file = tmp_path / "lora.yaml"
+    file.write_text("tuning: {lr: 1e-4}\nmethods: [{name: a, tune: {how: lora, lr: 2e-4}}]\n")
+    comparison = Comparison.from_yaml(file)
+    assert comparison.tuning["lr"] == 1e-4
+    assert comparison.methods[1].tune == {"how": "lora", "lr": 2e-4}
+
+
+def test_texts_are_changed_on_the_command_line():
+    comparison = Comparison(data={"books": Dataset(test="a", train="b"), "wiki": Dataset(test="c", train="d")})
+    changed = with_data(comparison, ["books.train=x.npy", "wiki=y.txt"], blocks=3).data
+    assert (changed["books"].train, changed["books"].test) == ("x.npy", "a")
+    assert (changed["wiki"].train, changed["wiki"].test) == (None, "y.txt")
+    assert changed["books"].blocks == 3
+    assert with_data(comparison, ["z"]).data["books"] == Dataset(test="z")
+    with pytest.raises(ValueError, match=r"NAME\.train=PATH"):
+        with_data(comparison, ["poems=x"])
+
+
+def test_only_some_rows_and_what_they_need():
+    comparison = Comparison.from_yaml(find_recipe("peers"))
+    assert [method.name for method in with_only(comparison, ["MoBA"])] == [BASE, "Focus, K=8", "MoBA"]
+    with pytest.raises(ValueError, match="no row is called so"):
+        with_only(comparison, ["Reformer"])
+
+
+def test_adapters_take_the_place_of_training():
+    comparison = Comparison.from_yaml(find_recipe("peers"))
+    methods = with_adapters(comparison, ["Focus, K=8=one", "Focus, K=8=two"])
+    assert methods[1].adapters == ("one", "two")
+    assert methods[1].focus is None
+    assert comparison.seeds_of(methods[1]) == (0, 1)
+    with pytest.raises(ValueError, match="ROW=FOLDER"):
+        with_adapters(comparison, ["MoBA=one"])

@@ -1,0 +1,78 @@
+"""docs/reproduction.md is what results/ says, and the estimates are what their assumptions say."""
+
+import json
+
+import pytest
+from test_compare_table import FULL, above, cell
+
+from focus_attn.compare import Comparison, Dataset, Method
+from focus_attn.compare.cost import estimate
+from focus_attn.compare.recipe import find_recipe
+from focus_attn.compare.reproduction import PAGE, make_page, read_results, speedups
+
+
+def write(folder, name, cells, **changes):
+    comparison = Comparison.from_yaml(find_recipe(name)).to_dict() | changes
+    (folder / "compare").mkdir(exist_ok=True)
+    content = {"comparison": comparison, "tasks": [], "cells": cells}
+    (folder / "compare" / f"{name}.json").write_text(json.dumps(content))
+
+
+def test_the_page_is_up_to_date():
+    assert PAGE.read_text(encoding="utf-8") == make_page(), "run: python -m focus_attn.compare.reproduction"
+
+
+def test_without_results_nothing_is_claimed(tmp_path):
+    page = make_page(tmp_path)
+    assert "## Table 9, ablation" in page
+    assert "| Longformer | 38.9 | not run |" in page
+    assert "focus compare table2 --model meta-llama/Llama-2-70b-hf --device cuda" in page
+
+
+def test_results_stand_beside_the_published_figures(tmp_path):
+    base = {**FULL, "row": "full attention"}
+    seeds = [cell("Focus", above(0.01 * seed), focus=True, seed=seed) for seed in range(3)]
+    write(tmp_path, "table3", [base, *seeds, cell("LoRA, r=4", above(-0.1), kind="dense", tune={"how": "lora"})])
+    write(tmp_path, "table8", [base, cell("Sinkhorn assignments", focus=True, dominance=0.159)])
+    page = make_page(tmp_path)
+    assert (
+        "| centroids (148K) | 34.2, benchmarks +-0.0 | 20.80 (20.59 to 21.01, 3 seeds), +1.0% [+1.0%, +1.0%] |" in page
+    )
+    assert "| LoRA, r = 16 | 31.2 | not run |" in page
+    assert "| Sinkhorn after full fine-tuning | 15.9 % | largest group 15.9% |" in page
+    assert "NVIDIA H200, torch 2.11, 2026-01-01, commit abc" in page
+
+
+def test_a_quick_form_is_no_result(tmp_path):
+    write(tmp_path, "table3", [{**FULL, "row": "full attention"}], note="QUICK FORM")
+    assert read_results(tmp_path) == {}
+
+
+def test_speed_comes_from_the_benchmark_where_the_table_was_not_run(tmp_path):
+    (tmp_path / "attention_h200").mkdir()
+    rows = [{"K": 8, "length": 1 << 20, "speedup": 9.05}, {"K": 8, "length": 4096, "speedup": 0.64}]
+    (tmp_path / "attention_h200" / "published.json").write_text(json.dumps({"rows": rows}))
+    assert speedups([], tmp_path) == {"K = 8": "0.64x at 4K, 9.05x at 1M"}
+
+
+def test_estimates_follow_from_the_assumptions():
+    training = {"start": {"how": "random"}, "stages": [{"steps": 10, "length": 512, "sequences": 4}]}
+    comparison = Comparison(
+        training=training,
+        tuning={"steps": 5, "length": 512, "sequences": 2, "lr": 1e-4},
+        seeds=(0, 1),
+        data={"books": Dataset(lengths=(512,), blocks=10)},
+        methods=(
+            Method(name="Focus", focus={}),
+            Method(name="the same, served otherwise", focus={}, serve={"window": 64}),
+            Method(name="tuned", tune={"how": "full"}),
+        ),
+    )
+    found = estimate(comparison, 7e9)
+    assert found.tokens_trained == 2 * 10 * 4 * 512 + 2 * 5 * 2 * 512
+    assert found.tokens_measured == (1 + 2 + 2 + 2) * 512 * 10
+    flop = 7e9 * (2 * 10 * 4 * 512 * 6 + 2 * 5 * 2 * 512 * 8 + found.tokens_measured * 2)
+    assert found.gpu_hours == pytest.approx(flop / (989e12 * 0.4) / 3600)
+    assert found.gpus == 1
+    assert estimate(comparison, 70e9).gpus == 3
+    assert estimate(comparison, 7e9, tokens=2e9).tokens_trained == 2e9

@@ -1,0 +1,282 @@
+"""A comparison run from end to end on the tiny random model."""
+
+import dataclasses
+import time
+
+import pytest
+import torch
+from tiny import tiny_model, tokens
+
+from focus_attn import FocusConfig, FocusModel, get_focus_model
+from focus_attn.baselines import make_baseline
+from focus_attn.baselines.seam import use_baseline
+from focus_attn.compare import Comparison, Dataset, Method
+from focus_attn.compare.bench import bench_cells
+from focus_attn.compare.measure import measure
+from focus_attn.compare.runner import Settings
+from focus_attn.compare.runner import run as run_comparison
+from focus_attn.compare.store import FILE, CellStore, read_cells
+from focus_attn.compare.subject import OutOfTimeError, Workshop
+from focus_attn.compare.table import make_rows
+from focus_attn.compare.timing import layer_calls, time_attention
+from focus_attn.evaluation import block_perplexity
+from focus_attn.training import loop
+from focus_attn.zoo import tiny_random_model
+
+TRAIN = loop.train
+TRAINING = {
+    "focus": {"num_groups": 4, "window": 16, "num_sinks": 1},
+    "start": {"how": "random"},
+    "stages": [{"steps": 2, "length": 96, "sequences": 1, "warmup": 0}],
+    "precision": "fp32",
+}
+COMPARISON = Comparison(
+    name="trial",
+    models=("tiny",),
+    data={"prose": Dataset(lengths=(96, 128), blocks=3)},
+    window=16,
+    timing=False,
+    training=TRAINING,
+    tuning={"steps": 2, "length": 96, "sequences": 1, "lr": 1e-3},
+    methods=(
+        Method(name="Focus", focus={}),
+        Method(name="Focus, all groups", focus={}, serve={"query_top_k": 3, "key_top_k": 2}),
+        Method(name="window", attention="window", budget="Focus"),
+        Method(name="no budget low enough", attention="performer", budget=0.01),
+        Method(name="Routing Transformer", attention="routing_transformer", options={"num_clusters": 4}),
+        Method(name="LoRA", tune={"how": "lora", "rank": 2, "target_modules": ["q_proj"]}),
+        Method(name="tuned window", attention="window", options={"window": 8}, tune={"how": "full"}),
+    ),
+)
+
+
+def run(comparison, settings):
+    """On a text that is quicker to read than the builtin one."""
+    text = settings.folder / "prose.txt"
+    words = "whale sea ship captain white wind wave the a of and".split()
+    text.write_text(" ".join(words[(i * i) % 11] for i in range(4000)))
+    data = {name: dataclasses.replace(one, test=str(text)) for name, one in comparison.data.items()}
+    return run_comparison(dataclasses.replace(comparison, data=data), settings)
+
+
+def settings(folder, **changes):
+    return dataclasses.replace(Settings(folder, torch.device("cpu"), torch.float32), **changes)
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trial")
+    return folder, run(COMPARISON, settings(folder))
+
+
+@pytest.fixture(scope="module")
+def rows(outcome):
+    return {(row.name, row.place.length): row for row in make_rows(outcome[1].cells)}
+
+
+def test_every_row_is_measured_at_every_length(outcome, rows):
+    assert outcome[1].stopped is None
+    assert len(rows) == 2 * len(COMPARISON.methods)
+    assert [row.name for row in rows.values() if row.failed] == ["no budget low enough"] * 2
+    assert "cannot go as low as" in rows["no budget low enough", 96].failed
+
+
+def test_costs(rows):
+    base, focus, window = (rows[name, 128] for name in ("full attention", "Focus", "window"))
+    assert (base.pairs_kept, base.multiply_adds, base.over_base) == (1.0, 1.0, None)
+    # 2 sides x 2 routers x 4 groups x 32 wide, for 128 tokens and 16 numbers of a centroid; 4 heads of 8.
+    router = 2 * 2 * 4 * 32 * (128 + 16) / (128 * 129 / 2 * 4 * 16)
+    assert focus.multiply_adds == pytest.approx(focus.pairs_kept + router)
+    assert 0.9 * focus.multiply_adds < window.multiply_adds <= focus.multiply_adds
+    assert focus.dominance > 0.25
+    assert focus.trained_parameters == 2 * 2 * 2 * (32 * 16 + 4 * 16)
+
+
+def test_kinds(rows):
+    kinds = {name: row.kind for (name, length), row in rows.items() if length == 96}
+    assert kinds["Focus"] == kinds["window"] == kinds["tuned window"] == "skips"
+    assert kinds["LoRA"] == kinds["full attention"] == "dense"
+
+
+def test_what_keeps_every_pair_is_the_base_model(rows):
+    row = rows["Focus, all groups", 96]
+    assert row.pairs_kept == 1.0
+    assert row.over_base.estimate == pytest.approx(1.0, abs=1e-6)
+
+
+def test_rows_that_differ_in_serving_share_their_training(outcome):
+    trained = [folder for folder in (outcome[0] / "trained").iterdir() if folder.is_dir()]
+    assert len(trained) == 1
+
+
+def test_tuning_trains_what_it_says(rows):
+    assert rows["LoRA", 96].trained_parameters == 2 * 2 * (32 + 32)
+    assert rows["LoRA", 96].ppl != rows["full attention", 96].ppl
+    assert rows["tuned window", 96].trained_parameters > 30_000
+    assert rows["tuned window", 96].pairs_kept < 0.2
+
+
+def test_cells_carry_their_run_and_their_blocks(outcome):
+    cells = read_cells(outcome[0] / FILE)
+    assert len(cells) == 2 * len(COMPARISON.methods)
+    cell = next(cell for cell in cells if cell["row"] == "Focus")
+    assert {"commit", "torch", "command"} <= cell["run"].keys()
+    assert len(cell["figures"]["losses"]) == 3
+    assert [point["step"] for point in cell["training"]["curve"]] == [1, 2]
+
+
+def test_a_rerun_measures_nothing_twice(outcome, monkeypatch):
+    def refuse(*args):
+        raise AssertionError("nothing was to be made")
+
+    monkeypatch.setattr(Workshop, "make", refuse)
+    again = run(COMPARISON, settings(outcome[0]))
+    assert [cell["figures"]["ppl"] for cell in again.cells if "figures" in cell] == [
+        cell["figures"]["ppl"] for cell in outcome[1].cells if "figures" in cell
+    ]
+
+
+def test_a_line_that_was_cut_short_is_measured_again(tmp_path):
+    store = CellStore(tmp_path / FILE)
+    store.put("a", {"row": "one"})
+    store.put("b", {"row": "two"})
+    whole = (tmp_path / FILE).read_bytes()
+    (tmp_path / FILE).write_bytes(whole[:-5])
+    cut = CellStore(tmp_path / FILE)
+    assert "a" in cut
+    assert "b" not in cut
+    cut.put("b", {"row": "two"})
+    assert [cell["row"] for cell in read_cells(tmp_path / FILE)] == ["one", "two"]
+    with pytest.raises(ValueError, match="no such file"):
+        read_cells(tmp_path / "none.jsonl")
+
+
+def test_a_renamed_row_is_not_measured_again(outcome, monkeypatch):
+    monkeypatch.setattr(Workshop, "make", None)
+    renamed = dataclasses.replace(COMPARISON, methods=(Method(name="the model itself"),))
+    assert {cell["row"] for cell in run(renamed, settings(outcome[0])).cells} == {"the model itself"}
+
+
+def test_it_begins_nothing_after_its_time(tmp_path):
+    stopped = run(COMPARISON, settings(tmp_path, seconds=-1.0))
+    assert stopped.cells == []
+    assert "the same command goes on" in stopped.stopped
+
+
+def test_training_that_is_stopped_goes_on(tmp_path, monkeypatch):
+    short = dataclasses.replace(COMPARISON, methods=COMPARISON.methods[:2])
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train", lambda *args, **options: TRAIN(*args, **{**options, "time_limit": 1e-9}))
+        stopped = run(short, settings(tmp_path, seconds=1000.0))
+    assert [cell["row"] for cell in stopped.cells] == ["full attention"] * 2
+    assert stopped.stopped
+    lines = []
+    whole = run(short, settings(tmp_path, log=lines.append))
+    assert len(whole.cells) == 4
+    assert any("going on from step 1 of 2" in line for line in lines)
+
+
+def test_fine_tuning_that_is_stopped_goes_on(tmp_path, monkeypatch):
+    from focus_attn.baselines import fine_tune
+    from focus_attn.compare import subject
+
+    short = dataclasses.replace(COMPARISON, methods=(Method(name="LoRA", tune=COMPARISON.methods[6].tune),))
+    monkeypatch.setattr(subject, "SAVE_EVERY", 1)
+    real, steps = fine_tune.fine_tune, []
+
+    def stop_at(step):
+        def report(done, total):
+            steps.append(done)
+            if done == step:
+                raise OutOfTimeError
+
+        monkeypatch.setattr(
+            fine_tune, "fine_tune", lambda *args, **options: real(*args, **{**options, "progress": report})
+        )
+
+    stop_at(2)  # the checkpoint of step 1 is there
+    stopped = run(short, settings(tmp_path))
+    assert stopped.stopped
+    assert [cell["row"] for cell in stopped.cells] == ["full attention"] * 2
+    stop_at(None)
+    assert len(run(short, settings(tmp_path)).cells) == 4
+    assert steps == [1, 2, 2]
+
+
+def test_adapters_are_measured_as_they_are(tmp_path, outcome, rows):
+    folder = next(folder for folder in (outcome[0] / "trained").iterdir() if folder.is_dir())
+    comparison = dataclasses.replace(COMPARISON, methods=(Method(name="saved", adapter=f"{folder},{folder}"),))
+    found = {(row.name, row.place.length): row for row in make_rows(run(comparison, settings(tmp_path)).cells)}
+    assert found["saved", 96].ppl == pytest.approx(rows["Focus", 96].ppl)
+    assert found["saved", 96].seeds == 2
+    assert found["saved", 96].trained_parameters == rows["Focus", 96].trained_parameters
+
+
+def test_measure_agrees_with_the_perplexity_of_a_focus_model():
+    base, _ = tiny_random_model()
+    model = get_focus_model(base, FocusConfig(num_groups=4, window=8, num_sinks=1))
+    blocks = torch.randint(0, 250, (3, 64), generator=torch.Generator().manual_seed(0))
+    figures = measure(model, None, blocks, window=8)
+    expected = block_perplexity(model, blocks)
+    assert figures.ppl == pytest.approx(expected.ppl)
+    assert figures.pairs_kept == pytest.approx(expected.pairs_kept)
+    assert figures.losses == pytest.approx(expected.block_losses)
+
+
+def test_equal_cost_is_that_of_the_layers_that_attend_to_everything():
+    """In a model with sliding layers a peer is given what Focus costs in the others, so that both cost the same."""
+    base = tiny_model("gemma3_text")
+    model = get_focus_model(tiny_model("gemma3_text"), FocusConfig(num_groups=4, window=4, num_sinks=1))
+    blocks = tokens(2, 96)
+    focus = measure(model, None, blocks, window=4)
+    assert focus.full_layers < focus.multiply_adds < 1
+    window = make_baseline("window", budget=focus.full_layers, length=96, model=base)
+    peer = measure(base, window, blocks, window=4)
+    assert peer.multiply_adds == pytest.approx(focus.multiply_adds, abs=0.02)
+    assert peer.full_layers <= focus.full_layers
+    own = measure(base, None, blocks, window=4)
+    assert own.pairs_kept == pytest.approx(measure(base, make_baseline("full"), blocks, window=4).pairs_kept)
+
+
+def test_time_is_that_of_every_layer_it_names():
+    base, _ = tiny_random_model()
+    block = torch.arange(64)
+    with use_baseline(base, make_baseline("full")) as ledger:
+        base(block[None])
+    calls = layer_calls(base, block)
+    assert [call.layer_idx for call in calls] == [layer.layer_idx for layer in ledger.per_layer]
+    assert calls[1].hidden.shape == (1, 64, 32)
+    model = get_focus_model(base, FocusConfig(num_groups=4, window=8))
+    timed = time_attention(model, None, block, repeats=2)
+    assert timed["layers"] == [0, 1]
+    assert timed["ms"] > 0
+    assert timed["dense_ms"] > 0
+    assert isinstance(model, FocusModel)
+
+
+def test_tables_of_speed_are_skipped_and_continued_too(tmp_path):
+    options = {
+        "lengths": "256,512",
+        "groups": "4",
+        "heads": 2,
+        "kv_heads": 2,
+        "width": 16,
+        "repeats": 1,
+        "device": "cpu",
+        "dtype": "fp32",
+    }
+    lines = []
+    store = CellStore(tmp_path / FILE)
+    cells = list(bench_cells(options, store, time.monotonic() + 60, lines.append))
+    assert [(cell["row"], cell["length"]) for cell in cells] == [("K = 4", 256), ("K = 4", 512)]
+    assert len(lines) == 2
+    assert list(bench_cells(options, CellStore(tmp_path / FILE), time.monotonic() - 1, lines.append)) == cells
+    assert len(lines) == 2
+
+
+def test_a_table_of_speed_that_is_not_whole_says_so(tmp_path, monkeypatch):
+    from focus_attn.compare import bench
+
+    monkeypatch.setattr(bench.Sweep, "rows", lambda self: iter(()))
+    with pytest.raises(OutOfTimeError):
+        list(bench_cells({"device": "cpu"}, CellStore(tmp_path / FILE), time.monotonic() + 60, print))

@@ -1,0 +1,158 @@
+"""Cells to rows: seeds put together, intervals, and who is first."""
+
+import itertools
+import math
+
+import pytest
+
+from focus_attn.compare.plot import label_heights, pareto_front, plot_curves, plot_pareto
+from focus_attn.compare.recipe import Comparison, Method
+from focus_attn.compare.runner import Outcome
+from focus_attn.compare.table import Place, blocks_of, make_rows, places, verdicts
+from focus_attn.compare.terminal import print_outcome
+
+HARD = (3.0, 3.2, 2.8, 3.1)  # losses of four blocks under full attention
+RUN = {"gpu": "NVIDIA H200", "cpu": "a CPU", "torch": "2.11", "date": "2026-01-01", "commit": "abc"}
+AT = Place("model", "books", 64)
+
+
+def cell(row, losses=HARD, *, kind="skips", focus=False, cost=0.2, ms=1.0, seed=0, tune=None, **figures):
+    ppl = math.exp(sum(losses) / len(losses))
+    method = {"attention": "full" if row == "full" or focus else row, "tune": tune}
+    measured = {"ppl": ppl, "losses": list(losses), "pairs_kept": cost, "multiply_adds": cost, "leaking": False}
+    return {
+        "run": RUN,
+        "model": "model",
+        "data": "books",
+        "length": 64,
+        "row": row,
+        "method": method,
+        "seed": seed,
+        "kind": kind,
+        "focus": focus,
+        "trained_parameters": 0,
+        "figures": {**measured, "dominance": 0.3 if focus else None, **figures},
+        "timing": {"ms": ms, "dense_ms": 2.0},
+    }
+
+
+def above(by):
+    return tuple(loss + by for loss in HARD)
+
+
+FULL = cell("full", kind="dense", cost=1.0, ms=2.0)
+
+
+def test_seeds_become_one_row():
+    cells = [FULL, *(cell("Focus", above(by), focus=True, seed=seed) for seed, by in enumerate((0.0, 0.02, 0.04)))]
+    base, focus = make_rows(cells)
+    assert base.is_base
+    assert base.over_base is None
+    assert focus.seeds == 3
+    assert focus.lowest == pytest.approx(base.ppl)
+    assert focus.highest == pytest.approx(base.ppl * math.exp(0.04))
+    assert focus.over_base.estimate == pytest.approx(math.exp(0.02))
+    assert focus.over_base.low == pytest.approx(focus.over_base.high)  # every block is as much worse
+    assert focus.speedup == 2.0
+
+
+def test_blocks_are_apart_and_sorted():
+    cells = [FULL, cell("window", above(0.2)), cell("bigbird", above(0.1)), cell("sparq", kind="selects")]
+    rows = make_rows(cells)
+    assert places(rows) == [AT]
+    assert {kind: [row.name for row in block] for kind, block in blocks_of(rows, AT).items()} == {
+        "skips": ["bigbird", "window"],
+        "selects": ["sparq"],
+        "dense": ["full"],
+    }
+
+
+def test_first_among_those_that_cost_no_more():
+    cells = [
+        FULL,
+        cell("Focus", above(0.1), focus=True),
+        cell("window", above(0.2)),
+        cell("moba", HARD, cost=0.3, ms=3.0),
+    ]
+    by_cost, by_time = verdicts(make_rows(cells), AT)
+    assert by_cost.startswith("Focus comes before the best of the 1 peer")
+    assert "at no more multiply-adds" in by_cost
+    assert "at no more time" in by_time
+
+
+def test_where_focus_is_not_first_it_says_so():
+    cells = [FULL, cell("Focus", above(0.1), focus=True), cell("window", above(0.05)), cell("bigbird", above(0.2))]
+    sentence = verdicts(make_rows(cells), AT)[0]
+    assert "Focus is NOT first: the best of the 2 peers" in sentence
+    assert "is window" in sentence
+    assert "does not tell apart" not in sentence
+    cells[2] = cell("window", (2.0, 4.1, 2.7, 3.6))
+    assert "does not tell apart" in verdicts(make_rows(cells), AT)[0]
+
+
+def test_what_looks_ahead_is_not_ranked():
+    cells = [FULL, cell("Focus", above(0.1), focus=True), cell("vertical_slash", HARD, leaking=True)]
+    assert verdicts(make_rows(cells), AT) == []
+
+
+def test_a_rival_with_trained_weights_is_named_as_one():
+    rival = {**cell("window", HARD, tune={"how": "full"}), "trained_parameters": 100}
+    assert (
+        "(whose weights were trained too)"
+        in verdicts(make_rows([FULL, cell("Focus", above(0.1), focus=True), rival]), AT)[0]
+    )
+
+
+def test_what_is_not_possible_stands_in_the_table(capsys):
+    failed = {**cell("performer"), "failed": "performer cannot go as low as 20 %"}
+    del failed["figures"]
+    from rich.console import Console
+
+    comparison = Comparison(title="Peers", methods=(Method(name="performer", attention="performer"),), note="A TRIAL.")
+    outcome = Outcome(cells=[FULL, failed], stopped="stopped after 5 s")
+    print_outcome(Console(width=160), comparison, outcome)
+    shown = capsys.readouterr().out
+    for part in (
+        "A TRIAL.",
+        "Peers: model, books, 64 tokens",
+        "performer cannot go as low",
+        "keeps every pair",
+        "after 5 s",
+    ):
+        assert part in shown
+
+
+def test_pareto_front():
+    assert pareto_front([(1.0, 10.0), (0.2, 12.0), (0.3, 13.0), (0.1, 30.0)]) == [(0.1, 30.0), (0.2, 12.0), (1.0, 10.0)]
+
+
+def test_plot_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = make_rows([FULL, cell("Focus", above(0.1), focus=True), cell("window", above(5.0))])
+    plot_pareto(rows, AT, "title", tmp_path / "pareto.svg")
+    drawn = (tmp_path / "pareto.svg").read_text()
+    assert "window: " in drawn  # off the scale: named with its figure
+    assert "keeps every pair" in drawn
+
+
+def test_without_times_there_is_one_panel_and_curves_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    timed = [FULL, cell("softmax", focus=True), cell("Sinkhorn", focus=True)]
+    cells = [{name: value for name, value in one.items() if name != "timing"} for one in timed]
+    plot_pareto(make_rows(cells), AT, "title", tmp_path / "pareto.svg")
+    assert "measured time" not in (tmp_path / "pareto.svg").read_text()
+    for one in cells[1:]:
+        one["training"] = {"curve": [{"step": 5, "dominance": 0.2}, {"step": 10, "dominance": 0.9}]}
+    plot_curves([{**one, "training": one.get("training", {})} for one in cells], "title", tmp_path / "curves.svg")
+    drawn = (tmp_path / "curves.svg").read_text()
+    assert "Sinkhorn" in drawn
+    assert ">full<" not in drawn
+
+
+def test_names_of_neighbours_do_not_cover_each_other():
+    same = [(0.2, 20.0), (0.2, 20.001), (0.2, 20.002), (0.9, 20.001), (0.2, 25.0)]
+    heights = label_heights(same)
+    stacked = sorted(heights[:3])
+    assert all(after - before >= 0.0349 for before, after in itertools.pairwise(stacked))
+    assert heights[3] == pytest.approx(0.1, abs=1e-3)
+    assert heights[4] == pytest.approx(0.9)

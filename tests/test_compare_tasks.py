@@ -1,0 +1,98 @@
+"""Benchmarks as part of a comparison."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from focus_attn.baselines import make_baseline
+from focus_attn.compare import Comparison, Dataset, Method
+from focus_attn.compare.runner import Settings, run
+from focus_attn.compare.subject import OutOfTimeError
+from focus_attn.compare.tasks import is_scored, score_row
+from focus_attn.compare.terminal import task_table
+from focus_attn.evaluation.requests import Item, Requests, Task
+from focus_attn.evaluation.score_file import read_scores
+from focus_attn.zoo import tiny_random_model
+
+
+def ids(count, seed):
+    return torch.randint(0, 250, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.fixture(scope="module")
+def requests():
+    items = [
+        Item(
+            "quiz",
+            str(n),
+            "loglikelihood",
+            ids(40, n),
+            [ids(3, 100 + n), ids(3, 200 + n)],
+            prefix="shots",
+            answer={"gold": n % 2, "characters": [3, 3]},
+        )
+        for n in range(12)
+    ]
+    return Requests({"quiz": Task("quiz", "choice", "task")}, items, {"shots": ids(30, 9)})
+
+
+@pytest.fixture
+def comparison(tmp_path):
+    text = tmp_path / "prose.txt"
+    text.write_text("the white whale " * 100)
+    return Comparison(
+        models=("tiny",),
+        data={"prose": Dataset(test=str(text), lengths=(64,), blocks=2)},
+        window=8,
+        timing=False,
+        tasks=True,
+        methods=(
+            Method(name="all of it", attention="window", options={"window": 500}),
+            Method(name="near", attention="window", options={"window": 2}),
+        ),
+    )
+
+
+def settings(folder, requests):
+    return Settings(folder, torch.device("cpu"), torch.float32, requests=requests)
+
+
+def test_every_row_is_scored_and_compared_with_the_base(comparison, requests, tmp_path):
+    outcome = run(comparison, settings(tmp_path, requests))
+    row = next(row for row in outcome.tasks if row["metric"] == "acc")
+    assert list(row["models"]) == ["base", "all of it", "near"]
+    assert row["n"] == 12
+    assert row["against_base"]["all of it"]["estimate"] == 0.0
+    assert len(list((tmp_path / "scores").iterdir())) == 3
+    shown = task_table(outcome.tasks)
+    assert [column.header for column in shown.columns] == ["task", "n", "base", "all of it", "near"]
+
+
+def test_a_window_over_everything_scores_as_the_base_does(requests, tmp_path):
+    model, tokenizer = tiny_random_model()
+    peers = {"base": None, "wide": make_baseline("window", window=500), "narrow": make_baseline("window", window=2)}
+    for name, peer in peers.items():
+        score_row(model, peer, requests, tmp_path / f"{name}.jsonl", tokenizer, 1e18, None, name)
+    base, wide, narrow = (
+        [pair[0] for score in read_scores(tmp_path / f"{name}.jsonl")[1].values() for pair in score["scores"]]
+        for name in peers
+    )
+    assert sorted(wide) == pytest.approx(sorted(base), abs=1e-4)
+    assert sorted(narrow) != pytest.approx(sorted(base), abs=1e-4)
+
+
+def test_scoring_stops_in_time_and_goes_on(requests, tmp_path):
+    model, tokenizer = tiny_random_model()
+    file = tmp_path / "a.jsonl"
+    with pytest.raises(OutOfTimeError):
+        score_row(model, None, requests, file, tokenizer, -1.0, None, "a")
+    assert not is_scored(requests, file)
+    score_row(model, None, requests, file, tokenizer, 1e18, None, "a")
+    assert is_scored(requests, file)
+
+
+def test_requests_are_for_one_model(comparison, requests, tmp_path):
+    two = dataclasses.replace(comparison, models=("tiny", "default"))
+    with pytest.raises(ValueError, match="tokens of one model"):
+        run(two, settings(tmp_path, requests))
