@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from focus_attn import FocusConfig, FocusModel, get_focus_model, zoo
+from focus_attn.adapters import read_adapter
 
 
 @pytest.fixture
@@ -134,6 +135,15 @@ def test_unknown_adapter_lists_what_there_is(tmp_path):
 def test_bad_dtype_is_refused():
     with pytest.raises(TypeError, match="`dtype`"):
         zoo.load_default_model(dtype=torch.int8)
+
+
+def test_shipped_adapters_are_whole_and_for_the_default_model():
+    assert zoo.available_adapters() == ["k16", "k8"]
+    for name, groups in (("k8", 8), ("k16", 16)):
+        adapter = read_adapter(zoo.find_adapter(name))
+        assert adapter.base.name == zoo.MODEL_NAME and (adapter.base.num_layers, adapter.base.hidden_size) == (30, 576)
+        assert adapter.config.num_groups == groups and not adapter.config.leaks_future()
+        assert sum(tensor.numel() for tensor in adapter.tensors.values()) < 1_800_000
 
 
 def test_adapter_folder_on_the_default_model(monkeypatch, tmp_path):
