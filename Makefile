@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet -c constraints.txt
 XDIST  ?= 2
 
-.PHONY: demo test lint unit bench-cpu clean
+.PHONY: demo test lint unit nightly reproduction bench-cpu clean
 
 demo: $(VENV)/.demo
 	$(BIN)/focus demo $(ARGS)
@@ -21,6 +21,16 @@ lint: $(VENV)/.dev
 
 unit: $(VENV)/.dev
 	$(BIN)/pytest -n $(XDIST)
+
+# Every comparison in its quick form: on two cores about ten minutes.
+nightly: $(VENV)/.dev
+	rm -rf runs/nightly
+	for recipe in recipes/compare/*.yaml; do name=$$(basename $$recipe .yaml); \
+	  $(BIN)/focus compare $$name --quick --out runs/nightly/$$name || exit 1; done
+
+# docs/reproduction.md from results/
+reproduction: $(VENV)/.dev
+	$(BIN)/python -m focus_attn.compare.reproduction
 
 bench-cpu: $(VENV)/.dev
 	$(BIN)/python benchmarks/stock_cpu.py --json results/stock_cpu.json

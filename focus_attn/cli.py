@@ -12,6 +12,9 @@ import typer
 from rich.console import Console
 
 from focus_attn.bench import command as bench_command
+from focus_attn.compare import command as compare_command
+from focus_attn.evaluation import command as evaluation_command
+from focus_attn.report import command as report_command
 from focus_attn.training import command as training_command
 from focus_attn.version import __version__
 
@@ -69,7 +72,7 @@ def demo(
     seed: Annotated[int | None, typer.Option(help="Seed of the fit.")] = None,
     fast: Annotated[bool, typer.Option(help="A tiny random model and a few steps: a trial of the program.")] = False,
 ) -> None:
-    """Fit Focus to the embedded default model and measure what it costs and what it saves, on this machine.
+    """Measure the shipped adapter, fit another, and see what each costs and saves, on this machine.
 
     Takes about five minutes on two cores. The first run converts the model (SmolLM2-135M-Instruct) into the cache
     folder, which the environment variable FOCUS_CACHE can move.
@@ -98,7 +101,9 @@ def demo(
         options = DemoOptions.for_tests(**chosen) if fast else DemoOptions(**chosen)
         console = Console()
         with StageBars(console) as bars:
-            result, model = run_demo(options, bars)
+            result, model = run_demo(
+                options, bars, lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True)
+            )
         written = {"report": write_report(result, report)}
         if json_file is not None:
             write_json(json_file, result.to_dict())
@@ -145,6 +150,9 @@ bench.command("attention")(plain_errors()(bench_command.attention))
 bench.command("prefill")(plain_errors()(bench_command.prefill))
 
 app.command("train")(plain_errors()(training_command.train))
+app.command("compare")(plain_errors()(compare_command.compare))
+app.command("report")(plain_errors()(report_command.report))
+app.command("eval")(plain_errors()(evaluation_command.evaluate))
 
 
 if __name__ == "__main__":
