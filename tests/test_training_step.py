@@ -349,7 +349,7 @@ def test_training_finds_far_pairs_within_the_budget():
     after = measure()
     assert after["distill"] < before["distill"] / 2  # without probes: five sixths of it
     assert after["pairs_kept"] < 0.3 * 1.05
-    assert after["worst_dominance"] < 0.45
+    assert after["worst_dominance"] < 0.6  # one group with everything: 1
 
 
 @pytest.mark.parametrize(
