@@ -24,7 +24,7 @@ from focus_attn.baselines.fit import watch_layers
 from focus_attn.baselines.full import Full
 from focus_attn.baselines.loki import Loki
 from focus_attn.baselines.magicpig import MagicPIG
-from focus_attn.baselines.routing_transformer import RoutingTransformer, normalise
+from focus_attn.baselines.routing_transformer import RoutingTransformer
 from focus_attn.baselines.window import Window
 from focus_attn.baselines.window_sinks import WindowSinks
 from focus_attn.evaluation import block_perplexity
@@ -119,6 +119,21 @@ def test_generation_without_a_cache():
     expected = model.generate(ids, max_new_tokens=4, do_sample=False)
     with use_baseline(model, Full()):
         assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False, use_cache=False), expected)
+
+
+def test_methods_compute_in_their_own_precision_under_autocast():
+    """Ids and scores that a method has in fp32 must not come from half precision while a model is tuned under it."""
+    seen = []
+
+    class Watching(Full):
+        def attend(self, call):
+            seen.append((torch.is_autocast_enabled("cpu"), call.q.dtype))
+            return super().attend(call)
+
+    model = tiny_model()
+    with torch.autocast("cpu", torch.bfloat16), use_baseline(model, Watching()):
+        logits(model, tokens())
+    assert set(seen) == {(False, torch.bfloat16)}
 
 
 def test_ledger_against_a_count_by_hand():
@@ -284,13 +299,32 @@ def test_routing_transformer_learns_clusters():
 
         def add(call, method=method):
             nonlocal total
-            for side in (call.q, call.keys):
-                near = normalise(side) @ method.centroids[call.layer_idx].transpose(-1, -2)
-                total += (1 - near.amax(-1)).mean().item()
+            near = method.directions(call) @ method.centroids[call.layer_idx].transpose(-1, -2)
+            total += (1 - near.amax(-1)).mean().item()
 
         watch_layers(model, blocks, add)
         distances[decay] = total
     assert distances[0.7] < 0.9 * distances[1.0]
+
+
+def test_routing_transformer_brings_queries_and_keys_together():
+    """Queries that all lie on one side and keys on the other still meet: each side is centred on its mean."""
+    model, blocks = tiny_model("gpt2"), tokens(4, 64)  # no rotary positions, which would turn what is added here
+    width = model.config.n_embd
+    for layer in model.transformer.h:
+        layer.attn.c_attn.bias.data[:width] += 5
+        layer.attn.c_attn.bias.data[width : 2 * width] -= 5
+    method = RoutingTransformer(num_clusters=4, window=0)
+    method.fit(model, blocks)
+    with use_baseline(model, method) as ledger:
+        logits(model, blocks)
+    assert ledger.pairs_kept > 0.2
+
+
+def test_routing_transformer_leaves_room_for_the_usual_window():
+    method = make_baseline("routing_transformer", budget=0.2, length=8192)
+    assert (method.window, method.num_clusters) == (128, 6)  # 3 % and a sixth of the rest
+    assert make_baseline("routing_transformer", budget=0.3, length=256).window == 0  # where it would take too much
 
 
 def test_routing_transformer_adds_clusters_until_they_fit():

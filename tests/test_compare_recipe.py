@@ -1,5 +1,7 @@
 """Comparisons as data: every recipe reads, its quick form too, and what is wrong is answered with how to mend it."""
 
+import re
+
 import pytest
 
 from focus_attn.baselines import BASELINES
@@ -55,6 +57,10 @@ def test_full_attention_is_always_a_row():
         ({"methods": [{"name": "a", "attention": "window", "serve": {"window": 4}}]}, "has no Focus"),
         ({"methods": [{"name": "a", "tune": {"how": "prompt"}}]}, "`tune.how` must be one of lora, dora, full"),
         ({"methods": [{"name": "a", "budget": "b", "tune": {"how": "full"}}]}, "needs a share as `budget`"),
+        (
+            {"methods": [{"name": "a"}, {"name": "b", "attention": "window", "budget": "a"}], "tasks": True},
+            "benchmarks have prompts of many lengths",
+        ),
         ({"train_on": "poems"}, "`train_on` must be one of text"),
         ({"data": {"text": {"lengths": [0]}}}, "whole numbers of at least 2"),
         ({"seeds": []}, "at least one number"),
@@ -91,6 +97,15 @@ def test_merged_goes_into_mappings_and_over_lists():
     assert base["a"] == {"b": 1, "c": 2}
 
 
+@pytest.mark.parametrize("name", recipe_names())
+def test_rows_named_by_their_steps_have_them(name):
+    comparison = Comparison.from_yaml(find_recipe(name))
+    for method in comparison.methods:
+        named = re.search(r"(\d+) steps", method.name)
+        if named is not None and method.focus is not None:
+            assert training_recipe(comparison, method, seed=0).steps == int(named[1])
+
+
 def test_learning_rates_without_a_dot_are_numbers(tmp_path):
     file = tmp_path / "lora.yaml"
     file.write_text("tuning: {lr: 1e-4}\nmethods: [{name: a, tune: {how: lora, lr: 2e-4}}]\n")
@@ -112,7 +127,8 @@ def test_texts_are_changed_on_the_command_line():
 
 def test_only_some_rows_and_what_they_need():
     comparison = Comparison.from_yaml(find_recipe("peers"))
-    assert [method.name for method in with_only(comparison, ["MoBA"])] == [BASE, "Focus, K=8", "MoBA"]
+    names = [method.name for method in with_only(comparison, ["MoBA"])]
+    assert names == [BASE, "Focus, K=8", "MoBA", "MoBA + sinks"]
     with pytest.raises(ValueError, match="no row is called so"):
         with_only(comparison, ["Reformer"])
 

@@ -11,11 +11,11 @@ from focus_attn.compare.recipe import find_recipe
 from focus_attn.compare.reproduction import PAGE, make_page, read_results, speedups
 
 
-def write(folder, name, cells, **changes):
+def write(folder, name, cells, *, file=None, tasks=(), **changes):
     comparison = Comparison.from_yaml(find_recipe(name)).to_dict() | changes
     (folder / "compare").mkdir(exist_ok=True)
-    content = {"comparison": comparison, "tasks": [], "cells": cells}
-    (folder / "compare" / f"{name}.json").write_text(json.dumps(content))
+    content = {"comparison": comparison, "tasks": list(tasks), "cells": cells}
+    (folder / "compare" / f"{file or name}.json").write_text(json.dumps(content))
 
 
 def test_the_page_is_up_to_date():
@@ -41,6 +41,19 @@ def test_results_stand_beside_the_published_figures(tmp_path):
     assert "| LoRA, r = 16 | 31.2 | not run |" in page
     assert "| Sinkhorn after full fine-tuning | 15.9 % | largest group 15.9% |" in page
     assert "NVIDIA H200, torch 2.11, 2026-01-01, commit abc" in page
+
+
+def test_files_of_one_table_are_put_together(tmp_path):
+    """Full attention stands in both, and is no second seed; benchmarks are of one model each."""
+    base = {**FULL, "row": "full attention"}
+    score = {"models": {"base": {"estimate": 0.3}}, "against_base": {}, "is_ratio": False, "at_floor": False}
+    task = {"task": "piqa", "metric": "acc", "n": 7, **score}
+    write(tmp_path, "table3", [base, cell("Focus", focus=True)], tasks=[task], models=["default"])
+    write(tmp_path, "table3", [base, cell("LoRA, r=4")], file="table3_gemma", tasks=[task], models=["gemma3-270m"])
+    assert [one["row"] for one in read_results(tmp_path)["table3"]["cells"]] == ["full attention", "Focus", "LoRA, r=4"]
+    page = make_page(tmp_path)
+    assert "2 seeds" not in page
+    assert page.index("SmolLM2-135M-Instruct, benchmarks") < page.index("Gemma-3-270M, benchmarks")
 
 
 def test_a_quick_form_is_no_result(tmp_path):

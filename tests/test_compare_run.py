@@ -1,16 +1,18 @@
 """A comparison run from end to end on the tiny random model."""
 
 import dataclasses
+import json
 import time
 
 import pytest
 import torch
 from tiny import tiny_model, tokens
 
-from focus_attn import FocusConfig, FocusModel, get_focus_model
-from focus_attn.baselines import make_baseline
+from focus_attn import FocusConfig, get_focus_model
+from focus_attn.baselines import grouped, make_baseline
+from focus_attn.baselines.routing_transformer import RoutingTransformer
 from focus_attn.baselines.seam import use_baseline
-from focus_attn.compare import Comparison, Dataset, Method
+from focus_attn.compare import Comparison, Dataset, Method, timing
 from focus_attn.compare.bench import bench_cells
 from focus_attn.compare.measure import measure
 from focus_attn.compare.runner import Settings
@@ -21,6 +23,7 @@ from focus_attn.compare.table import make_rows
 from focus_attn.compare.timing import layer_calls, time_attention
 from focus_attn.evaluation import block_perplexity
 from focus_attn.training import loop
+from focus_attn.visibility import EVERYTHING
 from focus_attn.zoo import tiny_random_model
 
 TRAIN = loop.train
@@ -203,6 +206,14 @@ def test_fine_tuning_that_is_stopped_goes_on(tmp_path, monkeypatch):
     assert steps == [1, 2, 2]
 
 
+def test_fine_tuning_that_diverges_is_a_row_that_says_so(tmp_path):
+    methods = (Method(name="wild", tune={"how": "full", "lr": 1e20, "steps": 4}), Method(name="w", attention="window"))
+    found = make_rows(run(dataclasses.replace(COMPARISON, methods=methods), settings(tmp_path)).cells)
+    failed = {row.name: row.failed for row in found}
+    assert "lower `lr`" in failed["wild"]
+    assert failed["w"] is None
+
+
 def test_adapters_are_measured_as_they_are(tmp_path, outcome, rows):
     folder = next(folder for folder in (outcome[0] / "trained").iterdir() if folder.is_dir())
     comparison = dataclasses.replace(COMPARISON, methods=(Method(name="saved", adapter=f"{folder},{folder}"),))
@@ -251,7 +262,51 @@ def test_time_is_that_of_every_layer_it_names():
     assert timed["layers"] == [0, 1]
     assert timed["ms"] > 0
     assert timed["dense_ms"] > 0
-    assert isinstance(model, FocusModel)
+
+
+def test_counting_pairs_is_not_timed(monkeypatch):
+    """Focus is timed without it, and so are the peers that run on its kernels."""
+
+    def refuse(*args):
+        raise AssertionError("pairs were counted under the clock")
+
+    base, _ = tiny_random_model()
+    monkeypatch.setattr(grouped, "count_pairs", refuse)
+    assert time_attention(base, make_baseline("window", window=8), torch.arange(64), repeats=1)["ms"] > 0
+    with pytest.raises(AssertionError, match="under the clock"), use_baseline(base, make_baseline("window")):
+        base(torch.arange(64)[None])
+
+
+def test_what_is_dense_is_timed_as_the_model_runs_it(monkeypatch):
+    windows = []
+    model = get_focus_model(tiny_random_model()[0], FocusConfig(num_groups=4, window=8, query_top_k=3, key_top_k=2))
+    whole = timing.focus_attention
+    monkeypatch.setattr(
+        timing, "focus_attention", lambda *args, **options: windows.append(options["window"]) or whole(*args, **options)
+    )
+    time_attention(model, None, torch.arange(64), repeats=1)
+    assert set(windows) == {EVERYTHING}
+
+
+def test_a_tuned_peer_is_served_as_it_was_trained(tmp_path, monkeypatch):
+    """Centroids fitted anew to the trained model would be others than those it was trained with."""
+    fits, real = [], RoutingTransformer.fit
+    monkeypatch.setattr(RoutingTransformer, "fit", lambda self, *args: fits.append(self) or real(self, *args))
+    routing = {"attention": "routing_transformer", "options": {"num_clusters": 2, "window": 8}}
+    tuned = Method(name="tuned", **routing, tune={"how": "full"})
+    found = run(dataclasses.replace(COMPARISON, methods=(tuned,)), settings(tmp_path))
+    assert len(found.cells) == 4
+    assert len(fits) == 1
+
+
+def test_a_cell_measured_again_is_not_another_seed(outcome, tmp_path):
+    cells = read_cells(outcome[0] / FILE)
+    with (tmp_path / FILE).open("w") as file:
+        for one in (*cells, {**cells[0], "key": "other settings"}):
+            file.write(json.dumps(one) + "\n")
+    again = read_cells(tmp_path / FILE)
+    assert len(again) == len(cells)
+    assert again[0]["key"] == "other settings"
 
 
 def test_tables_of_speed_are_skipped_and_continued_too(tmp_path):

@@ -95,6 +95,10 @@ def test_what_looks_ahead_is_not_ranked():
     assert verdicts(make_rows(cells), AT) == []
 
 
+def test_focus_that_looks_ahead_is_not_ranked_either():
+    assert verdicts(make_rows([FULL, cell("Focus", focus=True, leaking=True), cell("window", above(0.1))]), AT) == []
+
+
 def test_a_rival_with_trained_weights_is_named_as_one():
     rival = {**cell("window", HARD, tune={"how": "full"}), "trained_parameters": 100}
     assert (

@@ -9,7 +9,7 @@ from focus_attn.baselines import make_baseline
 from focus_attn.compare import Comparison, Dataset, Method
 from focus_attn.compare.runner import Settings, run
 from focus_attn.compare.subject import OutOfTimeError
-from focus_attn.compare.tasks import is_scored, score_row
+from focus_attn.compare.tasks import is_scored, score_row, task_cell
 from focus_attn.compare.terminal import task_table
 from focus_attn.evaluation.requests import Item, Requests, Task
 from focus_attn.evaluation.score_file import read_scores
@@ -67,6 +67,14 @@ def test_every_row_is_scored_and_compared_with_the_base(comparison, requests, tm
     assert len(list((tmp_path / "scores").iterdir())) == 3
     shown = task_table(outcome.tasks)
     assert [column.header for column in shown.columns] == ["task", "n", "base", "all of it", "near"]
+
+
+def test_a_difference_and_a_ratio_are_told_apart():
+    interval = {"estimate": 1.02, "low": 1.01, "high": 1.03}
+    row = {"models": {"near": {"estimate": 20.5}}, "against_base": {"near": interval}, "is_ratio": True}
+    assert task_cell(row, "near") == "20.5, x1.020 [x1.010, x1.030]"
+    assert task_cell({**row, "is_ratio": False}, "near") == "20.5, +1.02 [+1.01, +1.03]"
+    assert task_cell({**row, "against_base": {}}, "near") == "20.5"
 
 
 def test_a_window_over_everything_scores_as_the_base_does(requests, tmp_path):

@@ -113,6 +113,15 @@ def test_an_unfinished_folder_is_not_summed_up(saved, tmp_path):
     assert result.exit_code == 1 and "lack 1 of 3 items" in " ".join(result.output.split())
 
 
+def test_a_folder_of_other_requests_is_left_as_it_is(saved, tmp_path):
+    arguments = [*common(saved), "--text", saved / "text.txt", "--window", 16, "--output", tmp_path / "run"]
+    assert run(*arguments, "--length", 128, "--blocks", 1).exit_code == 0
+    before = {path.name: path.read_text() for path in (tmp_path / "run").iterdir()}
+    result = run(*arguments, "--length", 256)
+    assert result.exit_code == 1 and "scores of other requests" in " ".join(result.output.split())
+    assert {path.name: path.read_text() for path in (tmp_path / "run").iterdir()} == before
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
@@ -164,6 +173,13 @@ def test_verdicts_and_floors():
     (row,) = summarise(requests, {"base": answers(half), "worse": answers(worse)})
     assert row.at_floor and row.verdict("worse") == "base at the floor, not counted"
     assert row.to_dict()["at_floor"]
+
+
+def test_one_item_gives_no_verdict():
+    item = Item("t", "0", "losses", [1, 2], options={"edges": [1]}, answer={"first": 1, "length": 2, "bytes": 3})
+    requests = Requests({"t": Task("t", "text_losses", "perplexity")}, [item])
+    rows = summarise(requests, {"base": {("t", "0"): {"losses": [1.0]}}, "k4": {("t", "0"): {"losses": [2.0]}}})
+    assert [row.verdict("k4") for row in rows] == ["one item, no interval"] * 2
 
 
 def test_what_is_kept_of_the_base_models_recall():

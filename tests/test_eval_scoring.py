@@ -83,6 +83,7 @@ def test_losses_are_summed_between_the_edges(tmp_path):
     blocks = [ids(40, n) for n in range(3)]
     items = [Item("t", str(n), "losses", block, options={"edges": [1, 4, 20]}) for n, block in enumerate(blocks)]
     items.append(Item("t", "short", "losses", ids(24, 9), options={"edges": [1, 4, 20]}))
+    items.append(Item("t", "strided", "losses", blocks[0], options={"edges": [30]}))
     scores = scored(model, Requests({"t": Task("t", "text_losses", "perplexity")}, items), tmp_path / "s.jsonl")
     with torch.no_grad():
         logits = model(torch.tensor(blocks)).logits.double()
@@ -92,6 +93,7 @@ def test_losses_are_summed_between_the_edges(tmp_path):
     for n in range(3):
         expected = [losses[n, first - 1 : last - 1].sum().item() for first, last in ((1, 4), (4, 20), (20, 40))]
         assert scores["t", str(n)]["losses"] == pytest.approx(expected, abs=1e-3)
+    assert scores["t", "strided"]["losses"] == pytest.approx([losses[0, 29:].sum().item()], abs=1e-3)
     with model.record_stats() as stats, torch.no_grad():
         model(torch.tensor([ids(24, 9)]))
     assert scores["t", "short"]["pairs_kept"] == pytest.approx(stats.pairs_kept)
@@ -189,6 +191,25 @@ def test_memory_that_does_not_suffice_halves_the_batch(tmp_path, monkeypatch):
     assert max(sizes) == 9 and halved.keys() == whole.keys()
     for key, found in whole.items():
         assert [s[0] for s in halved[key]["scores"]] == pytest.approx([s[0] for s in found["scores"]], abs=1e-4)
+
+
+def test_a_file_killed_before_its_header_is_begun_anew(tmp_path):
+    path, header = tmp_path / "s.jsonl", {"requests": "x", "ranks": (4, 8)}
+    path.write_text('{"requ')
+    ScoreFile(path, header).append([(("t", "0"), {"text": "a"})])
+    assert ScoreFile(path, header).scores == {("t", "0"): {"text": "a"}}
+    assert read_scores(path)[0] == {"requests": "x", "ranks": [4, 8]}
+
+
+def test_a_decoder_keeps_what_was_put_on_it(tmp_path):
+    """accelerate replaces `forward` on the module itself."""
+    model, requests = tiny_model(), likelihood_requests()
+    expected = scored(model, requests, tmp_path / "plain.jsonl")
+    decoder, calls = model.get_decoder(), []
+    plain = decoder.forward
+    decoder.forward = lambda *args, **kwargs: calls.append(1) or plain(*args, **kwargs)
+    assert scored(model, requests, tmp_path / "hooked.jsonl", batch_tokens=64).keys() == expected.keys()
+    assert len(calls) > 1
 
 
 def test_requests_survive_a_file_and_metrics_need_no_tokens(tmp_path):

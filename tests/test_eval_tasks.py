@@ -16,6 +16,7 @@ from lm_eval.tasks import TaskManager
 from focus_attn import FocusConfig, get_focus_model
 from focus_attn.evaluation import tasks
 from focus_attn.evaluation.lm_eval_model import as_lm_eval_model
+from focus_attn.evaluation.local_data import as_on_hub, find_file
 from focus_attn.evaluation.long_form import behind_text, common_preamble, many_shot
 from focus_attn.evaluation.metrics import final_number
 from focus_attn.evaluation.requests import Item, Requests, merge
@@ -130,6 +131,35 @@ def test_short_form_keeps_what_metrics_need(data, tokenizer):
     assert tokenizer.decode(mc1.continuations[mc1.answer["gold"]]) == " No, dog 0 is not."
 
 
+def test_solved_examples_are_the_same_every_time(data, tokenizer):
+    first = short_form(tokenizer, "gsm8k", data).digest
+    read_questions.cache_clear()
+    assert short_form(tokenizer, "gsm8k", data).digest == first
+
+
+def test_of_several_files_the_one_of_the_split_is_asked(tmp_path):
+    for name in ("hellaswag_test", "hellaswag_train", "hellaswag_val", "gsm8k_test", "gsm8k_train", "piqa"):
+        (tmp_path / f"{name}.jsonl").touch()
+    found = {name: find_file(tmp_path, name, BENCHMARKS[name].split).stem for name in ("hellaswag", "gsm8k", "piqa")}
+    assert found == {"hellaswag": "hellaswag_val", "gsm8k": "gsm8k_test", "piqa": "piqa"}
+
+
+@pytest.mark.parametrize(
+    "name, content, words",
+    [
+        ("piqa.jsonl", b"", "is empty"),
+        ("piqa.jsonl", b"[1]\n", "line 1 .* no JSON object"),
+        ("piqa.jsonl", b"\xff\n", "cannot be read"),
+        ("piqa.jsonl.xz", b"not compressed", "cannot be read"),
+        ("piqa.jsonl.gz", b"not compressed", "cannot be read"),
+    ],
+)
+def test_broken_files_are_named(tmp_path, name, content, words):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=words):
+        list(as_on_hub(tmp_path / name, "piqa"))
+
+
 def test_many_shot_shows_solved_examples_that_are_not_asked(data, tokenizer):
     requests = many_shot(tokenizer, "arc_easy", 400, data, prefixes=2)
     (task,) = requests.tasks.values()
@@ -146,6 +176,16 @@ def test_many_shot_shows_solved_examples_that_are_not_asked(data, tokenizer):
             assert example.endswith(["a dog", "a big tree"][number % 2])
     one, other = requests.prefixes.values()
     assert one != other
+
+
+def test_an_item_that_is_there_twice_is_not_given_away(tokenizer, tmp_path):
+    lines = [{"goal": f"walk dog {n}", "sol1": "go out", "sol2": "sleep on", "label": 0} for n in range(12)]
+    lines[4] = lines[5]  # one in the pool of examples, one that is asked
+    (tmp_path / "piqa.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    requests = many_shot(tokenizer, "piqa", 600, tmp_path, prefixes=1)
+    (prefix,) = requests.prefixes.values()
+    assert "walk dog 8" in tokenizer.decode(prefix) and "walk dog 5" not in tokenizer.decode(prefix)
+    assert any("walk dog 5" in tokenizer.decode(item.context) for item in requests.items)
 
 
 def test_a_preamble_stands_once(data, tokenizer):

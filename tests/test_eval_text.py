@@ -4,9 +4,10 @@ import math
 
 import pytest
 from eval_data import write_text
+from tokenizers.processors import TemplateProcessing
 
 from focus_attn import FocusConfig, get_focus_model
-from focus_attn.evaluation import perplexity
+from focus_attn.evaluation import perplexity, token_blocks
 from focus_attn.evaluation.metrics import MEASURES
 from focus_attn.evaluation.requests import Item
 from focus_attn.evaluation.retrieval import KINDS, SPREAD, retrieval
@@ -57,6 +58,23 @@ def test_strided_windows_predict_every_token_once(tiny):
     counted = [start + place for start in starts for place in range(requests.items[0].answer["first"], 40)]
     assert counted == list(range(30, 100))
     assert all(item.answer["bytes"] == 10 and len(item.context) == 40 for item in requests.items)
+
+
+def test_a_tokenizers_first_token_begins_every_block():
+    _, tokenizer = tiny_random_model()
+    end = tokenizer.eos_token_id
+    assert token_blocks(tokenizer, "abcdef", 3).tolist() == [tokenizer.encode("abc"), tokenizer.encode("def")]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<end> $A", special_tokens=[("<end>", end)])
+    tokenizer.bos_token = "<end>"
+    text = "".join(chr(97 + n % 26) for n in range(60))
+    rows = token_blocks(tokenizer, text, 20).tolist()
+    assert [tokenizer.decode(row) for row in rows] == [f"<end>{text[start : start + 19]}" for start in (0, 19, 38)]
+    items = blocked(tokenizer, [text], 20, 4).items
+    assert [item.context for item in items] == rows and all(item.answer["bytes"] == 15 for item in items)
+    starts = [int(item.item.split(":")[1]) for item in strided(tokenizer, [text], 20, 5).items]
+    assert starts == list(range(0, 41, 5))  # the last 5 of 19 letters count, so that none is left out between two
+    with pytest.raises(ValueError, match="`length` must be at least 2"):
+        token_blocks(tokenizer, text, 1)
 
 
 def test_edges():
@@ -120,6 +138,8 @@ def test_what_a_user_gets_wrong(tiny, documents):
     _, tokenizer = tiny
     with pytest.raises(ValueError, match="nothing past a window"):
         blocked(tokenizer, documents, 100, 120)
+    with pytest.raises(ValueError, match="at least 0"):
+        blocked(tokenizer, documents, 100, -1)
     with pytest.raises(ValueError, match="no document reaches 100000 tokens"):
         blocked(tokenizer, documents, 100_000, 16)
     with pytest.raises(ValueError, match="stride"):

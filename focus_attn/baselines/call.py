@@ -47,6 +47,7 @@ class LayerCall:
     hidden: Tensor  # [B, T, d], the input of the attention module
     softcap: float | None = None
     sink_logits: Tensor | None = None  # [H], the learned sinks of gpt_oss
+    counted: bool = True  # False: under a clock, where counting pairs must not be timed; the Cost means nothing then
 
     @property
     def shape(self) -> Shape:

@@ -24,6 +24,10 @@ from focus_attn.training.token_losses import Head, next_token_loss
 Tuning = Literal["lora", "dora", "full"]
 
 
+class DivergedError(ValueError):
+    """A loss that is no number: the learning rate was too high for this model and method."""
+
+
 @dataclass(frozen=True)
 class FineTuned:
     """A trained model (a PeftModel for LoRA and DoRA) and how it got there."""
@@ -31,8 +35,6 @@ class FineTuned:
     model: nn.Module
     parameters: int  # trained
     losses: list[float]  # of every step
-
-    kind: Literal["dense"] = "dense"
 
 
 def fine_tune(
@@ -93,7 +95,7 @@ def fine_tune(
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
         if not math.isfinite(losses[-1]):
-            raise ValueError(f"the loss of {method} became {losses[-1]} at step {step + 1}: lower `lr` ({lr})")
+            raise DivergedError(f"the loss of {method} became {losses[-1]} at step {step + 1}: lower `lr` ({lr})")
         if progress:
             progress(step + 1, steps)
         if path is not None and ((step + 1) % save_every == 0 or step + 1 == steps):

@@ -35,6 +35,8 @@ def grouped_attention(
         sink_logits=call.sink_logits,
     )
     assert isinstance(out, Tensor)
+    if not call.counted:
+        return out, 0.0
     positions = torch.arange(length, device=call.q.device).expand(rows, length)
     tokens = Tokens(positions, positions, plain=True)
     kept = count_pairs(query_groups, key_groups, tokens, Pattern(num_groups, window, num_sinks))

@@ -60,7 +60,8 @@ class H2O:
             query, key = positions(start, stop, device)
             held = heavy[:, :, None, :stop] | (key > start - self.recent)
             mask = held & (key <= query)
-            kept += mask.sum()
+            if call.counted:
+                kept += mask.sum()
             weights = softmax_with_sinks(call, chunk_scores(call, start, stop).masked_fill(~mask, -torch.inf))
             outs.append(weights.to(call.v.dtype) @ call.values[:, :, :stop])
             gathered[:, :, :stop] += weights.detach().sum(2)

@@ -1,13 +1,14 @@
 """Loki (Singhania et al. 2024, arXiv 2406.02542): top keys by scores in the leading principal components of the keys.
 
 Keys lie near a space of few dimensions. `fit` finds the principal axes of every KV head's keys on training text;
-queries and keys are rotated onto them, every key is scored by the first `components` coordinates, and the `keys` best
-are attended to exactly.
+queries and keys are put onto the first `components` of them, every key is scored by these coordinates, and the `keys`
+best are attended to exactly.
 
-Cost: the rotation of queries and keys, `components` multiply-adds for every causal pair, the pairs kept. Every key is
-scored for every query, so the cost stays quadratic. Deviations: none in what is computed; axes are fitted to keys after
-the rotary embedding, one of the paper's two forms. The first `num_sinks` keys can be put among the best, which the
-paper does not do: few components lose the one key that many heads rest on.
+Cost: these coordinates of queries and keys, `components` multiply-adds for every causal pair, the pairs kept. Every key
+is scored for every query, so the cost stays quadratic. Deviations: none in what is computed (the paper turns queries
+and keys onto all axes, which changes no score and costs more); axes are fitted to keys after the rotary embedding, one
+of the paper's two forms. The first `num_sinks` keys can be put among the best, which the paper does not do: few
+components lose the one key that many heads rest on.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Loki(MaskMethod):
         return best
 
     def selection(self, shape: Shape) -> float:
-        rotation = (shape.heads + shape.kv_heads) * shape.length * shape.head_dim**2
+        rotation = (shape.heads + shape.kv_heads) * shape.length * shape.head_dim * self.components
         return rotation + shape.heads * shape.causal_pairs * self.components
 
     def expected_pairs(self, shape: Shape) -> float:

@@ -111,7 +111,8 @@ class MagicPIG:
             static = ((position - slot <= self.window) | (slot < self.num_sinks)) & causal
             sampled = _collisions(query_codes[..., start:stop], key_codes[..., :stop]) >= COLLISIONS
             sampled = sampled & causal & ~static
-            kept += sampled.sum() + static.sum() * (sampled.shape[0] * sampled.shape[1])
+            if call.counted:
+                kept += sampled.sum() + static.sum() * (sampled.shape[0] * sampled.shape[1])
             scores = chunk_scores(call, start, stop).masked_fill(~(sampled | static), -torch.inf)
             cosines = (query[:, :, start:stop] @ key[:, :, :stop].transpose(-1, -2))[sampled]
             scores[sampled] -= sampling_probability(cosines, self.bits, self.tables).log().float()

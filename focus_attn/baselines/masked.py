@@ -68,16 +68,17 @@ def masked_attention(call: LayerCall, visible: Visible) -> tuple[Tensor, float]:
     outs, kept = [], torch.zeros((), dtype=torch.int64, device=call.q.device)
     for start, stop in query_chunks(call):
         mask = visible(start, stop) & causal_mask(start, stop, call.q.device)
-        kept += mask.sum() * (rows * heads // (mask.shape[0] * mask.shape[1]))
+        if call.counted:
+            kept += mask.sum() * (rows * heads // (mask.shape[0] * mask.shape[1]))
         outs.append(attend_chunk(call, start, stop, mask))
     return torch.cat(outs, dim=2), float(kept)
 
 
-def query_chunks(call: LayerCall, at_most: int | None = None) -> list[tuple[int, int]]:
+def query_chunks(call: LayerCall) -> list[tuple[int, int]]:
     """Bounds of the query chunks."""
     rows, heads, length, _ = call.q.shape
     step = max(1, SCORES_AT_ONCE // (rows * heads * length))
-    step = min(1 << (step.bit_length() - 1), at_most or length)
+    step = 1 << (step.bit_length() - 1)
     return [(start, min(start + step, length)) for start in range(0, length, step)]
 
 

@@ -166,8 +166,9 @@ def _attention_forward(
             f"baselines attend over whole sequences, got {query.shape[2]} queries on a cache of {key.shape[2]} slots: "
             "pass `use_cache=False`"
         )
-    if torch.is_autocast_enabled(query.device.type):  # rotary positions and norms leave queries and keys in fp32
-        half = torch.get_autocast_dtype(query.device.type)
+    device_type = query.device.type
+    if torch.is_autocast_enabled(device_type):  # rotary positions and norms leave queries and keys in fp32
+        half = torch.get_autocast_dtype(device_type)
         query, key, value = query.to(half), key.to(half), value.to(half)
     spec, hidden = baseline_layer.spec, baseline_layer.hidden
     assert hidden is not None
@@ -183,7 +184,9 @@ def _attention_forward(
             softcap=softcap,
             sink_logits=s_aux,
         )
-        return baseline_layer.attend(call, sliding_window if sliding_window is not None else spec.sliding_window)
+        window = sliding_window if sliding_window is not None else spec.sliding_window
+        with torch.autocast(device_type, enabled=False):  # what a method computes in fp32 it needs in fp32
+            return baseline_layer.attend(call, window)
 
     tokens = read_mask(attention_mask, query.shape[2], key.shape[2])
     if tokens.plain:

@@ -81,7 +81,8 @@ class SparQ:
             position, key = positions(start, stop, call.q.device)
             always = ((position - key < local) | (key < self.num_sinks)) & causal
             mask = top_keys(scores.masked_fill(always, torch.inf), self.keys) & causal
-            kept += mask.sum()
+            if call.counted:
+                kept += mask.sum()
             out = attend_chunk(call, start, stop, mask)
             if self.reallocate:
                 selected = (scores.softmax(-1) * mask).sum(-1, keepdim=True)

@@ -11,11 +11,8 @@ from focus_attn.compare.subject import training_recipe, tuning_options
 PEAK, USED = 989e12, 0.4  # bf16 FLOP/s of an H100 SXM, and the share of it that training reaches
 MEMORY, FILLED = 80e9, 0.7  # bytes of its memory, and the share that weights may take
 BYTES = 2  # of a weight in bf16
-FORWARD, FROZEN, TRAINED = (
-    2,
-    6,
-    8,
-)  # FLOP a token and parameter: forward; with backward and recomputation, frozen or not
+# FLOP a token and parameter: forward; with backward and recomputation, weights frozen or not.
+FORWARD, FROZEN, TRAINED = 2, 6, 8
 
 ASSUMPTIONS = (
     f"Estimated costs: {PEAK / 1e12:.0f} TFLOP/s (H100 SXM, bf16) used to {USED:.0%}, which models below a billion "

@@ -144,6 +144,11 @@ class Comparison:
                     f"{method.name!r}: `budget` must be a share such as 0.2 or the name of a row above it, got "
                     f"{method.budget!r}"
                 )
+            if isinstance(method.budget, str) and self.tasks:
+                raise ValueError(
+                    f"{method.name!r}: benchmarks have prompts of many lengths, for which no row's cost is known: give "
+                    "a share as `budget`, such as 0.2"
+                )
         if not self.data or not self.models:
             raise ValueError("a comparison needs at least one of `data` and one of `models`")
         for where in (self.train_on, *(method.train_on for method in self.methods)):

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from focus_attn.compare.cost import ASSUMPTIONS, estimate
+from focus_attn.compare.models import describe_model
 from focus_attn.compare.recipe import FOLDERS, Comparison, find_recipe, recipe_names
+from focus_attn.compare.store import latest
 from focus_attn.compare.table import BLOCKS, Place, Row, blocks_of, make_rows, places, verdicts
+from focus_attn.compare.tasks import task_cell
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reproduction.md"
@@ -62,8 +65,9 @@ def read_results(folder: Path) -> dict[str, dict[str, Any]]:
             continue
         into = found.setdefault(name, {"files": [], "cells": [], "tasks": []})
         into["files"].append(file)
-        into["cells"] += content["cells"]
-        into["tasks"] += content["tasks"]
+        into["cells"] = latest([*into["cells"], *content["cells"]])
+        if content["tasks"]:  # of one model
+            into["tasks"].append((describe_model(content["comparison"]["models"][0]), content["tasks"]))
     return found
 
 
@@ -81,9 +85,9 @@ def section(name: str, comparison: Comparison, found: Mapping[str, Any], results
         yield f"Ours: {NOT_RUN}.\n"
     for place in places(rows):
         yield from place_table(rows, place)
-    if found.get("tasks"):
-        yield from task_table(found["tasks"])
-    elif comparison.tasks:
+    for model, tasks in found.get("tasks", []):
+        yield from task_table(model, tasks)
+    if comparison.tasks and not found.get("tasks"):
         yield f"Benchmarks (`--requests`): {NOT_RUN}.\n"
     if comparison.not_run:
         yield from not_run_table(name, comparison)
@@ -144,15 +148,15 @@ def place_table(rows: Sequence[Row], place: Place) -> Iterator[str]:
     yield ""
 
 
-def task_table(tasks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def task_table(model: str, tasks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     names = list(tasks[0]["models"])
-    yield "Benchmarks, and the difference to the base model [95 %]:\n"
+    yield f"{model}, benchmarks, and the difference to the base model [95 %] (of perplexities the ratio, with an x):\n"
     yield _line("task", "n", *names)
     yield _line("---", *["--:"] * (1 + len(names)))
     for task in tasks:
         floor = " (base at chance: not counted)" if task["at_floor"] else ""
         yield _line(
-            f"{task['task']}, {task['metric']}{floor}", f"{task['n']:,}", *(_score(task, name) for name in names)
+            f"{task['task']}, {task['metric']}{floor}", f"{task['n']:,}", *(task_cell(task, name) for name in names)
         )
     yield ""
 
@@ -216,13 +220,6 @@ def _over(row: Row) -> str:
         return ""
     over = row.over_base
     return f", {over.estimate - 1:+.1%} [{over.low - 1:+.1%}, {over.high - 1:+.1%}]"
-
-
-def _score(task: Mapping[str, Any], name: str) -> str:
-    score, against = f"{task['models'][name]['estimate']:.3g}", task["against_base"].get(name)
-    if against is None:
-        return score
-    return f"{score}, {against['estimate']:+.3g} [{against['low']:+.3g}, {against['high']:+.3g}]"
 
 
 def _groups(described: Mapping[str, Any], shows: str) -> str:

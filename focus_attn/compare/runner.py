@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from focus_attn.baselines.seam import Baseline
 from focus_attn.compare.bench import bench_cells
 from focus_attn.compare.data import Texts
 from focus_attn.compare.groups import describe_groups
@@ -28,6 +29,7 @@ from focus_attn.evaluation.requests import Requests
 from focus_attn.evaluation.summary import BASE
 from focus_attn.model import FocusModel
 
+FORMAT = 1  # raised when what is measured of a method changes, so that older cells are not taken for it
 TIMED_RUNS = {"cuda": 11, "cpu": 3}
 
 
@@ -153,17 +155,18 @@ class _Model:
     def _score(self, method: Method, subject: Subject | None, seed: int) -> Subject | None:
         """The benchmarks of a row, which is made for them if it is not there yet."""
         assert self.requests is not None
-        file = (
-            self.settings.folder / "scores" / f"{digest([self.workshop.identity(method, seed), method.budget])}.jsonl"
-        )
+        key = digest([self.workshop.identity(method, seed), method.budget, self._fitted_to(method)])
+        file = self.settings.folder / "scores" / f"{key}.jsonl"
         name = method.name if len(self.comparison.seeds_of(method)) == 1 else f"{method.name}, seed {seed}"
         self.score_files[BASE if method.is_base else name] = file
         if is_scored(self.requests, file):
             return subject
         subject = subject or self.workshop.make(method, seed)
+        if subject.failed is not None:
+            return subject
         longest = max(map(self.requests.length, self.requests.items))
-        budget = None if isinstance(method.budget, str) else method.budget
-        peer = make_peer(method, subject.model, longest, budget, self._train_texts(method))
+        assert not isinstance(method.budget, str)  # `Comparison` refuses it
+        peer = self._peer(method, subject, longest, method.budget)
         score_row(subject.model, peer, self.requests, file, self.tokenizer, self.deadline, self.settings.progress, name)
         return subject
 
@@ -177,10 +180,11 @@ class _Model:
     def _key(self, method: Method, place: _Place, seed: int) -> str:
         texts = self.texts[place.data]
         identity = {
+            "format": FORMAT,
             "made": self.workshop.identity(method, seed),
             "budget": self._budget(method, place),
             "text": texts.test.digest,
-            "fitted_to": self._train_texts(method).train.digest if needs_text(method) else None,
+            "fitted_to": self._fitted_to(method),
             "length": place.length,
             "blocks": place.blocks,
             "window": self.comparison.window,
@@ -190,8 +194,16 @@ class _Model:
         }
         return digest(identity)
 
+    def _peer(self, method: Method, subject: Subject, length: int, budget: float | None) -> Baseline | None:
+        if subject.peer is not None and budget is None:  # served as it was trained
+            return subject.peer
+        return make_peer(method, subject.model, length, budget, self._train_texts(method))
+
     def _train_texts(self, method: Method) -> Texts:
         return self.texts[self.comparison.train_set(method)]
+
+    def _fitted_to(self, method: Method) -> str | None:
+        return self._train_texts(method).train.digest if needs_text(method) else None
 
     def _budget(self, method: Method, place: _Place) -> float | None:
         if not isinstance(method.budget, str):
@@ -215,10 +227,12 @@ class _Model:
             "training": subject.training,
             "budget": self._budget(method, place),
         }
+        if subject.failed is not None:
+            return cell | {"failed": subject.failed}
         if method.budget is not None and cell["budget"] is None:
             return cell | {"failed": f"what {method.budget!r} costs here is not known"}
         try:
-            peer = make_peer(method, subject.model, place.length, cell["budget"], self._train_texts(method))
+            peer = self._peer(method, subject, place.length, cell["budget"])
         except ValueError as error:  # a cost it cannot come down to, or a use it is not made for
             return cell | {"failed": str(error)}
         shown = self.settings.progress

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,10 +41,16 @@ class CellStore:
 
 
 def read_cells(path: Path) -> list[Cell]:
-    """The cells of a file, in the order they were measured."""
+    """The cells of a file, in the order they were measured; of a cell measured again, the last."""
     if not path.is_file():
         raise ValueError(f"no such file: {str(path)!r} (a run keeps its cells in {FILE} of its --out folder)")
-    return _read_lines(path)
+    return latest(_read_lines(path))
+
+
+def latest(cells: Iterable[Cell]) -> list[Cell]:
+    """Each row, place and seed once: what was measured again, under other settings perhaps, is not another seed."""
+    places = ("model", "data", "length", "row", "seed")
+    return list({tuple(cell.get(name) for name in places): cell for cell in cells}.values())
 
 
 def _read_lines(path: Path) -> list[Cell]:

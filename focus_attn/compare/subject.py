@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from focus_attn.adapters import CONFIG_FILE, read_adapter, write_adapter
-from focus_attn.baselines.seam import use_baseline
+from focus_attn.baselines.seam import Baseline, use_baseline
 from focus_attn.compare.data import Texts
 from focus_attn.compare.models import cast_parameters
 from focus_attn.compare.peer import make_peer
@@ -49,6 +49,8 @@ class Subject:
     model: nn.Module  # a causal LM or a FocusModel
     trained_parameters: int = 0
     training: dict[str, Any] = field(default_factory=dict)  # what it took
+    peer: Baseline | None = None  # what its weights were trained under, centroids and all
+    failed: str | None = None  # why there is nothing to measure
 
 
 @dataclass(frozen=True)
@@ -129,15 +131,13 @@ class Workshop:
 
     def _tune(self, method: Method, seed: int) -> Subject:
         """LoRA, DoRA or full fine-tuning under whatever the row attends with."""
-        from focus_attn.baselines.fine_tune import fine_tune
+        from focus_attn.baselines.fine_tune import DivergedError, fine_tune
 
         options = tuning_options(self.comparison, method)
         how, length = options.pop("how"), options.pop("length")
         texts = self.texts[self.comparison.train_set(method)]
         blocks = texts.train_blocks(length, options["steps"] * options["sequences"])
         model = copy.deepcopy(self.model)
-        if how == "full":
-            cast_parameters(model, torch.float32)  # in half precision small steps would be rounded away
         peer = make_peer(method, model, length, method.budget, texts)  # type: ignore[arg-type]
         checkpoint = self.folder / f"{digest(self.identity(method, seed))}.pt"
 
@@ -147,22 +147,23 @@ class Workshop:
             if time.monotonic() > self.deadline and done < total:
                 raise OutOfTimeError
 
-        with nullcontext() if peer is None else use_baseline(model, peer):
-            tuned = fine_tune(
-                model,
-                blocks,
-                method=how,
-                seed=seed,
-                checkpoint=checkpoint,
-                save_every=SAVE_EVERY,
-                progress=report,
-                **options,
-            )
-        if how == "full":
-            cast_parameters(model, self.dtype)
+        try:
+            with nullcontext() if peer is None else use_baseline(model, peer):
+                tuned = fine_tune(
+                    model,
+                    blocks,
+                    method=how,
+                    seed=seed,
+                    checkpoint=checkpoint,
+                    save_every=SAVE_EVERY,
+                    progress=report,
+                    **options,
+                )
+        except DivergedError as error:  # a result of this row, which the others need not wait for
+            return Subject(model, failed=str(error))
         tokens = options["steps"] * options["sequences"] * length
         record = {"steps": options["steps"], "tokens": tokens, "last_loss": tuned.losses[-1]}
-        return Subject(model, tuned.parameters, record)
+        return Subject(model, tuned.parameters, record, peer)
 
 
 def training_recipe(comparison: Comparison, method: Method, seed: int) -> Recipe:

@@ -86,8 +86,9 @@ def blocks_of(rows: Sequence[Row], place: Place) -> dict[str, list[Row]]:
 
 def verdicts(rows: Sequence[Row], place: Place) -> list[str]:
     """Whether each Focus row comes first among those that skip work, at no more multiply-adds and in no more time."""
-    skipping = [row for row in rows if row.place == place and row.kind == "skips" and row.ppl is not None]
-    peers = [row for row in skipping if not row.is_focus and not row.leaking]
+    here = [row for row in rows if row.place == place and not row.leaking]
+    skipping = [row for row in here if row.kind == "skips" and row.ppl is not None]
+    peers = [row for row in skipping if not row.is_focus]
     sentences = []
     for focus in (row for row in skipping if row.is_focus):
         for what, cost in (("multiply-adds", "multiply_adds"), ("time", "ms")):
@@ -117,7 +118,7 @@ def _row(place: Place, name: str, cells: list[Cell], base: tuple[float, ...] | N
         "kind": first["kind"],
         "is_focus": first["focus"],
         "is_base": _is_base(first),
-        "seeds": len(cells),
+        "seeds": len(measured or cells),
     }
     if not measured:
         return Row(**described, failed=first["failed"])

@@ -61,3 +61,13 @@ def task_table(requests: Requests, files: Mapping[str, Path]) -> list[dict[str, 
     """Every metric of every task with intervals; the file called "base" is what the others are compared with."""
     finished = {name: read_scores(file)[1] for name, file in files.items() if is_scored(requests, file)}
     return [row.to_dict() for row in summarise(requests, finished)] if BASE in finished else []
+
+
+def task_cell(row: Mapping[str, Any], name: str) -> str:
+    """The score of a row of the comparison and how it stands to the base's, as text."""
+    score, against = f"{row['models'][name]['estimate']:.3g}", row["against_base"].get(name)
+    if against is None:
+        return score
+    number = "x{:.3f}" if row["is_ratio"] else "{:+.3g}"
+    estimate, low, high = (number.format(against[part]) for part in ("estimate", "low", "high"))
+    return f"{score}, {estimate} [{low}, {high}]"

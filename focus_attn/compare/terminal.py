@@ -12,6 +12,7 @@ from rich.table import Table
 from focus_attn.compare.recipe import Comparison
 from focus_attn.compare.runner import Outcome
 from focus_attn.compare.table import BLOCKS, Place, Row, blocks_of, make_rows, places, verdicts
+from focus_attn.compare.tasks import task_cell
 
 COLUMNS = ("method", "PPL", "over full [95 %]", "pairs", "mult-adds", "ms", "x dense", "largest group", "trained")
 
@@ -97,7 +98,11 @@ def row_cells(row: Row) -> list[str]:
 def task_table(tasks: Sequence[dict[str, Any]]) -> Table:
     """A line for each metric, a column for each row of the comparison."""
     names = list(tasks[0]["models"])
-    table = Table(title="tasks: score, and difference to base [95 %]", title_justify="left", header_style="bold")
+    table = Table(
+        title="tasks: score, and difference (of perplexities ratio, x) to base [95 %]",
+        title_justify="left",
+        header_style="bold",
+    )
     for column in ("task", "n", *names):
         table.add_column(column, justify="left" if column == "task" else "right")
     for row in tasks:
@@ -105,13 +110,6 @@ def task_table(tasks: Sequence[dict[str, Any]]) -> Table:
         floor = " (base at chance)" if row["at_floor"] else ""
         table.add_row(f"{row['task']}, {row['metric']}{floor}", f"{row['n']:,}", *cells)
     return table
-
-
-def task_cell(row: dict[str, Any], name: str) -> str:
-    score, against = f"{row['models'][name]['estimate']:.3g}", row["against_base"].get(name)
-    if against is None:
-        return score
-    return f"{score} {against['estimate']:+.3g} [{against['low']:+.3g}, {against['high']:+.3g}]"
 
 
 def bench_table(comparison: Comparison, cells: Sequence[dict[str, Any]]) -> Table:

@@ -7,6 +7,7 @@ measure of what a method could take.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,13 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from focus_attn.attention import focus_attention
-from focus_attn.baselines.call import Cost, LayerCall
+from focus_attn.baselines.call import LayerCall
+from focus_attn.baselines.fit import watch_layers
 from focus_attn.baselines.full import Full
-from focus_attn.baselines.seam import Baseline, use_baseline
+from focus_attn.baselines.seam import Baseline
 from focus_attn.bench.peers import SDPA, dense_peers
 from focus_attn.bench.setting import Inputs
 from focus_attn.bench.timing import Contender, race
 from focus_attn.model import FocusModel
+from focus_attn.visibility import EVERYTHING
 
 SECONDS = 5.0  # no round of timed runs begins that would end later: slow peers are timed fewer times
 LAYERS = 4  # evenly spread over those that attend to everything
@@ -30,28 +33,13 @@ ROW = "this row"
 Attend = Callable[[LayerCall], object]
 
 
-class _Recorder(Full):
-    """Full attention that keeps what it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        object.__setattr__(self, "calls", [])
-
-    def attend(self, call: LayerCall) -> tuple[Tensor, Cost]:
-        self.calls.append(call)  # type: ignore[attr-defined]
-        return super().attend(call)
-
-
-@torch.no_grad()
 def layer_calls(model: nn.Module, block: Tensor, count: int = LAYERS) -> list[LayerCall]:
     """What `count` of the layers are given on a block [T] of text, with full attention before them."""
-    recorder = _Recorder()
-    lm: Any = model.base_model if isinstance(model, FocusModel) else model
-    with use_baseline(model, recorder):
-        lm.get_decoder()(input_ids=block[None].to(next(model.parameters()).device), use_cache=False)
-    calls: list[LayerCall] = recorder.calls  # type: ignore[attr-defined]
+    calls: list[LayerCall] = []
+    watch_layers(model, block[None], calls.append)
     count = min(count, len(calls))
-    return [calls[index * len(calls) // count] for index in range(count)]
+    chosen = (calls[index * len(calls) // count] for index in range(count))
+    return [dataclasses.replace(call, counted=False) for call in chosen]  # only the attention is on the clock
 
 
 @torch.no_grad()
@@ -90,6 +78,7 @@ def _attend(model: nn.Module, peer: Baseline | None) -> Attend | None:
         return None
     routers = {layer.spec.layer_idx: layer.router for layer in model.focus_layers()}
     config = model.focus_config
+    window = EVERYTHING if config.always_dense else config.window  # as the model itself attends
 
     def focus(call: LayerCall) -> Tensor:
         router = routers[call.layer_idx]
@@ -103,7 +92,7 @@ def _attend(model: nn.Module, peer: Baseline | None) -> Attend | None:
             routing.query_groups,
             routing.key_groups,
             num_groups=config.num_groups,
-            window=config.window,
+            window=window,
             num_sinks=config.num_sinks,
             scale=call.scale,
             softcap=call.softcap,

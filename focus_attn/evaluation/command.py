@@ -31,7 +31,7 @@ def evaluate(
     forms: Annotated[str, typer.Option(help="Of tasks; text: behind --text.")] = "short,shots",
     retrieval: Annotated[str | None, typer.Option(help="needle,multi_key,... or all.")] = None,
     lengths: Annotated[str, typer.Option(help="Of retrieval.")] = "1K,2K,4K",
-    depths: Annotated[str, typer.Option(help="Percent.")] = "0,25,50,75,100",
+    depths: Annotated[str, typer.Option(help="Percent; near 100 the window shows it.")] = "0,20,40,60,80",
     per_cell: Annotated[int, typer.Option(help="Items a length and depth.")] = 20,
     seed: Annotated[int, typer.Option(help="Of retrieval and shots.")] = 0,
     write_requests: Annotated[Path | None, typer.Option(metavar="FILE", help="Write what is asked; stop.")] = None,
@@ -112,7 +112,9 @@ def evaluate(
     print_positions(console, result.positions, result.base)
     print_grids(console, result.cells, result.base)
     console.print(f"scores: {from_scores}", markup=False)
-    if plot is not None and result.cells:
+    if plot is not None and not result.cells:
+        console.print("Nothing to plot: --plot draws retrieval, which was not asked for.")
+    elif plot is not None:
         names = " and ".join(dict.fromkeys(str(run.get("model")) for run in result.runs.values()))
         draw_heatmaps(result.cells, f"Retrieval, {names}", plot)
     if json_file is not None:

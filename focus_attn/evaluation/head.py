@@ -25,11 +25,14 @@ class Predicted(NamedTuple):
 def decoder_answers(decoder: nn.Module, answer: ModelOutput) -> Iterator[None]:
     """Inside, the model is its head alone, on this answer of its decoder: whatever a model does to its logits (a cap, a
     scale) is done, a few positions at a time."""
+    before = vars(decoder).get("forward")  # accelerate, for one, puts its own there
     decoder.forward = lambda *args, **kwargs: answer  # type: ignore
     try:
         yield
     finally:
         del decoder.forward
+        if before is not None:
+            decoder.forward = before
 
 
 def predict(lm: nn.Module, answer: Any, hidden: Tensor, targets: Tensor) -> Predicted:

@@ -17,8 +17,8 @@ OPENERS: dict[str, Callable[..., Any]] = {".jsonl": open, ".xz": lzma.open, ".gz
 Record = dict[str, Any]
 
 
-def find_file(folder: Path, start: str) -> Path:
-    """The file of a benchmark in the folder; of several the test split, which is the one that is asked."""
+def find_file(folder: Path, start: str, split: str) -> Path:
+    """The file of a benchmark in the folder; of several the one that is named after the split that is asked."""
     if not folder.is_dir():
         raise ValueError(f"no such folder: {str(folder)!r}")
     found = sorted(
@@ -30,17 +30,26 @@ def find_file(folder: Path, start: str) -> Path:
         raise ValueError(
             f"no file {start}*.jsonl (or .jsonl.xz, .jsonl.gz) in {str(folder)!r}: put it there under this name"
         )
-    return next((path for path in found if "test" in path.name), found[0])
+    named = [path for path in found if split[:3] in path.name.removeprefix(start)]  # "val", "valid" or "validation"
+    return (named or found)[0]
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    with OPENERS[path.suffix](path, "rt", encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                try:
-                    yield json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise ValueError(f"line {number} of {str(path)!r} is not JSON: {error.msg}") from None
+    try:
+        with OPENERS[path.suffix](path, "rt", encoding="utf-8") as file:
+            lines = [(number, line) for number, line in enumerate(file, start=1) if line.strip()]
+    except (lzma.LZMAError, EOFError, UnicodeDecodeError, gzip.BadGzipFile) as error:
+        raise ValueError(f"{str(path)!r} cannot be read: {error}") from None
+    if not lines:
+        raise ValueError(f"{str(path)!r} is empty")
+    for number, line in lines:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"line {number} of {str(path)!r} is not JSON: {error.msg}") from None
+        if not isinstance(record, dict):
+            raise ValueError(f"line {number} of {str(path)!r} is no JSON object")
+        yield record
 
 
 def as_on_hub(path: Path, name: str) -> Iterator[Record]:

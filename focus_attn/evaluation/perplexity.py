@@ -68,16 +68,19 @@ def perplexity(
 def token_blocks(
     tokenizer: PreTrainedTokenizerBase, text: str | Sequence[str], length: int, max_blocks: int | None = None
 ) -> Tensor:
-    """Non-overlapping blocks of `length` tokens, each inside one document, [blocks, length] int64."""
-    for name, value in (("length", length), ("max_blocks", max_blocks)):
-        if value is not None and value < 1:
-            raise ValueError(f"`{name}` must be at least 1, got {value}")
+    """Non-overlapping blocks of `length` tokens, each inside one document, [blocks, length] int64. Where the tokenizer
+    begins a text with a token of its own, every block begins with it and it is one of the `length`."""
+    begin = first_token(tokenizer)
+    for name, value, lowest in (("length", length, 1 + len(begin)), ("max_blocks", max_blocks, 1)):
+        if value is not None and value < lowest:
+            raise ValueError(f"`{name}` must be at least {lowest}, got {value}")
     documents = [text] if isinstance(text, str) else list(text)
+    inner = length - len(begin)
     blocks, longest = [], 0
     for document in documents:
         ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
         longest = max(longest, len(ids))
-        blocks += [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
+        blocks += [begin + ids[start : start + inner] for start in range(0, len(ids) - inner + 1, inner)]
     if not blocks:
         raise ValueError(
             f"no document reaches one block of {length} tokens, the longest has {longest}: lower `length` or give "
@@ -86,6 +89,13 @@ def token_blocks(
     if max_blocks is not None and max_blocks < len(blocks):
         blocks = [blocks[index * len(blocks) // max_blocks] for index in range(max_blocks)]
     return torch.tensor(blocks, dtype=torch.int64)
+
+
+def first_token(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the tokenizer begins every text with: [] or a BOS token, as Gemma's and Llama's do. Their models have never
+    seen a text without it, and Gemma's go badly astray there."""
+    first: list[int] = tokenizer("a")["input_ids"][:1]
+    return first if first == [tokenizer.bos_token_id] else []
 
 
 @torch.no_grad()
@@ -101,6 +111,8 @@ def block_perplexity(
     if window is None:
         window = focus.focus_config.window if focus else FocusConfig().window
     length = blocks.shape[-1]
+    if window < 0:
+        raise ValueError(f"`window` must be at least 0, got {window}")
     if length < window + 2:
         raise ValueError(
             f"blocks of {length} tokens have nothing past a window of {window} to predict: use a longer `length`"

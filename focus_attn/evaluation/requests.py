@@ -129,7 +129,7 @@ class Requests:
                         prefixes[record["name"]] = record["tokens"]
                     else:
                         items.append(Item(**{"context": (), **record}))
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError, UnicodeDecodeError, EOFError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, EOFError, lzma.LZMAError) as error:
             raise ValueError(f"{str(path)!r} is not a file of requests, or is cut short: {error}") from None
         if header.get("format") != FORMAT:
             raise ValueError(

@@ -111,8 +111,12 @@ def score_model(
     Args:
         facts: what the scores are known by, such as the model's name and dtype; others are not gone on with.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    requests.without_tokens().save(folder / ITEMS)
+    if f"{name}.jsonl" == ITEMS:
+        raise ValueError(f"a model cannot be called {name!r}: {ITEMS} holds the requests")
+    if not (folder / ITEMS).is_file():
+        requests.without_tokens().save(folder / ITEMS)
+    elif Requests.load(folder / ITEMS).digest != requests.digest:
+        raise ValueError(f"{str(folder)!r} has scores of other requests: choose another folder, or delete it")
     header = {"requests": requests.digest, **(facts or {})}
     scores = ScoreFile(folder / f"{name}.jsonl", header, notes={"run": describe_run()})
     shown = None if progress is None else partial(progress, f"scoring {name}")

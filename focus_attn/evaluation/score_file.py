@@ -21,11 +21,13 @@ class ScoreFile:
         self.scores: dict[Key, Score] = {}
         if self.path.is_file():
             found, self.scores = read_scores(self.path)
-            if different := [name for name in header if found.get(name) != header[name]]:
+            asked = json.loads(json.dumps(header))  # a tuple is a list in the file
+            # Nothing is found where a run was killed before it had written its header.
+            if found and (different := [name for name in asked if found.get(name) != asked[name]]):
                 name = different[0]
                 raise ValueError(
                     f"{str(self.path)!r} has scores of another run ({name}: {found.get(name)!r}, now "
-                    f"{header[name]!r}): choose another folder, or delete it"
+                    f"{asked[name]!r}): choose another folder, or delete it"
                 )
             self._cut_unfinished_line()
         if not self.scores:

@@ -210,12 +210,11 @@ class Scorer:
             answer = self.lm.get_decoder()(input_ids=ids, use_cache=False)
         kept = {"pairs_kept": stats.pairs_kept} if stats is not None and stats.per_layer else {}
         for row, item in enumerate(items):
-            length = len(item.context)
-            targets = ids[row, 1:length]
-            losses = -predict(self.lm, answer, answer.last_hidden_state[row, : length - 1], targets).log_probs.cpu()
-            edges = [*item.options["edges"], length]
-            sums = [losses[first - 1 : last - 1].sum().item() for first, last in pairwise(edges)]
-            scored.append((item.key, {"losses": sums, **kept}))
+            edges = [*item.options["edges"], len(item.context)]
+            hidden, targets = answer.last_hidden_state[row, edges[0] - 1 : -1], ids[row, edges[0] :]
+            losses = -predict(self.lm, answer, hidden, targets).log_probs.cpu()
+            parts = losses.split([last - first for first, last in pairwise(edges)])
+            scored.append((item.key, {"losses": [part.sum().item() for part in parts], **kept}))
         return scored
 
     def _texts(self, items: list[Item], cache: Any) -> Scored:

@@ -25,6 +25,7 @@ from focus_attn.evaluation.score_file import Key, Score
 FLOOR = 2.0  # standard errors above chance that the base model must have for a task to count
 LEAST_RECALL = 0.5  # of the base model, for a retrieval cell to count
 BASE = "base"
+ONE_ITEM = "one item, no interval"
 
 Scores = Mapping[Key, Score]
 
@@ -54,6 +55,8 @@ class Row:
         if model not in self.against_base:
             return ""
         interval = self.against_base[model]
+        if self.n < 2:
+            return ONE_ITEM
         equal = 1.0 if self.is_ratio else 0.0
         if interval.contains(equal):
             return "within the interval"

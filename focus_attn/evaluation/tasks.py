@@ -25,6 +25,7 @@ from focus_attn.evaluation.requests import Item, Requests, Task
 
 T = TypeVar("T")
 MAX_NEW_TOKENS = 256  # lm-eval's, where a task says nothing
+SHOTS_SEED = 1234  # lm-eval's evaluator's; a task that is loaded by itself draws other examples every time
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,7 @@ def read_questions(name: str, data: Path | None, shots: int, most: int | None = 
     """The items of a benchmark, each behind `shots` solved examples; of a local file `most`, spread over it."""
     with tempfile.TemporaryDirectory(prefix="focus-eval-") as folder, _quiet_lm_eval():
         task, numbers = load_task(name, data, Path(folder), shots, most)
+        task.set_fewshot_seed(SHOTS_SEED)
         try:
             with contextlib.redirect_stderr(io.StringIO()):  # its progress bar has no switch
                 task.build_all_requests()
@@ -182,7 +184,7 @@ def load_task(
     }
     if data is not None:
         file = folder / f"{name}.jsonl"
-        records = evenly(list(enumerate(as_on_hub(find_file(data, benchmark.file), name))), most)
+        records = evenly(list(enumerate(as_on_hub(find_file(data, benchmark.file, benchmark.split), name))), most)
         numbers = [number for number, _ in records]
         file.write_text("".join(json.dumps(record) + "\n" for _, record in records), encoding="utf-8")
         definition |= {

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from focus_attn.evaluation.perplexity import first_token
 from focus_attn.evaluation.requests import Item, Requests, Task
 
 
@@ -23,12 +24,14 @@ def blocked(
     max_blocks: int | None = None,
 ) -> Requests:
     """Non-overlapping blocks of `length` tokens, each inside one document; what is left over is dropped."""
+    if window < 0:
+        raise ValueError(f"the window must be at least 0, got {window}")
     if length < window + 2:
         raise ValueError(f"blocks of {length} tokens have nothing past a window of {window}: use a longer length")
     edges = position_edges(length, window)
     settings = {"length": length, "window": window, "protocol": "blocked"}
     task = Task(f"perplexity@{length}", "text_losses", "perplexity", settings)
-    return _windows(tokenizer, documents, task, length, length, window + 1, edges, max_blocks)
+    return _windows(tokenizer, documents, task, length, None, window + 1, edges, max_blocks)
 
 
 def strided(
@@ -63,16 +66,20 @@ def _windows(
     documents: Sequence[str],
     task: Task,
     length: int,
-    step: int,
+    step: int | None,
     first: int,
     edges: list[int],
     most: int | None,
 ) -> Requests:
+    """`step`: from one window to the next; None: they do not overlap."""
+    begin = first_token(tokenizer)
+    inner = length - len(begin)
     places: list[tuple[int, int, list[int]]] = []
     longest = 0
     for number, ids in enumerate(_document_ids(tokenizer, tuple(documents))):
         longest = max(longest, len(ids))
-        places += [(number, start, ids[start : start + length]) for start in range(0, len(ids) - length + 1, step)]
+        starts = range(0, len(ids) - inner + 1, step or inner)
+        places += [(number, start, begin + ids[start : start + inner]) for start in starts]
     if not places:
         raise ValueError(
             f"no document reaches {length} tokens, the longest has {longest}: give longer ones or a smaller --length"
@@ -81,7 +88,8 @@ def _windows(
         places = [places[index * len(places) // most] for index in range(most)]
     items = []
     for number, start, ids in places:
-        spelled = len(str(tokenizer.decode(ids)).encode()) - len(str(tokenizer.decode(ids[:first])).encode())
+        whole, before = (tokenizer.decode(part, clean_up_tokenization_spaces=False) for part in (ids, ids[:first]))
+        spelled = len(str(whole).encode()) - len(str(before).encode())
         answer = {"first": first, "length": length, "bytes": max(1, spelled)}
         items.append(Item(task.name, f"{number}:{start}", "losses", ids, options={"edges": edges}, answer=answer))
     return Requests({task.name: task}, items)

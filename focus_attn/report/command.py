@@ -83,26 +83,23 @@ def _read(source: Path) -> dict[str, Any]:
 def _measure(
     console: Any, adapter: str, texts: list[Path], model_name: str | None, sizes: Any, device: str | None
 ) -> dict[str, Any]:
-    import torch
-
-    from focus_attn.bench.dtype import fastest_dtype
+    from focus_attn.bench.options import read_device, read_dtype
     from focus_attn.generation import load
     from focus_attn.report.measure import measure
     from focus_attn.report.terminal import StageBars
     from focus_attn.text import default_text, read_text
     from focus_attn.zoo import load_default_model
 
+    place = read_device(device)
     documents = [(path.name, read_text(path)) for path in texts]
     if not documents:
         default = default_text()
         documents = [(default.name, default.held_out)]
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if model_name is None:
-        dtype = torch.bfloat16 if device == "cuda" else fastest_dtype(device)
-        model, tokenizer = load_default_model(adapter, dtype, device)
+        model, tokenizer = load_default_model(adapter, read_dtype("auto", place), place)
     else:
         model, tokenizer = load(model_name, adapter)
-        model.to(device)
+        model.to(place)
     with StageBars(console) as bars:
         measured = measure(model, tokenizer, documents, sizes, bars)
-    return {"adapter": Path(adapter).name, "device": device, **measured}
+    return {"adapter": Path(adapter).name, "device": str(place), **measured}
