@@ -270,8 +270,8 @@ def _at_once(adapter: str | Path, shipped: Perplexity, full: Perplexity, text: T
     kept = "all" if shipped.pairs_kept is None else f"{shipped.pairs_kept:.0%}"
     return (
         f"The shipped adapter {str(adapter)!r}: perplexity {shipped.ppl:.2f} at {kept} of the token pairs, "
-        f"{full.ppl:.2f} with full attention, on {text.name} (docstrings were part of what the shipped ones were trained "
-        "on). Now a short fit beside it:"
+        f"{full.ppl:.2f} with full attention, on {text.name} (docstrings were part of what the shipped ones were "
+        "trained on). Now a short fit beside it:"
     )
 
 
