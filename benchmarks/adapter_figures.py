@@ -15,35 +15,28 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from focus_attn import FocusModel, load_default_model
 from focus_attn.bench.record import write_json
-from focus_attn.evaluation.bootstrap import perplexity_ratio
-from focus_attn.evaluation.perplexity import Perplexity, block_perplexity
+from focus_attn.compare.data import read_tokens
+from focus_attn.evaluation import Perplexity, block_perplexity, group_shares, observe_routing, perplexity_ratio
 from focus_attn.training import Recipe, train
-from focus_attn.training.balance import routed_layers
-from focus_attn.training.data import read_documents
-from focus_attn.training.measures import probe_groups
-
-Documents = list[list[int]]
+from focus_attn.training.blocks import cut_blocks
+from focus_attn.training.data import open_tokens, read_documents
+from focus_attn.training.recipe import Data
 
 
-def documents(path: Path, tokenizer: Any) -> Documents:
+def documents(path: Path, tokenizer: Any) -> list[torch.Tensor]:
     if path.suffix == ".npy":
-        lengths = np.load(path.with_name(f"{path.stem}_len.npy"))
-        return [part.tolist() for part in np.split(np.load(path).astype(np.int64), np.cumsum(lengths)[:-1])]
+        return read_tokens(path)
     texts = list(read_documents(path, "text"))
-    return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    return [torch.tensor(ids) for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]]
 
 
-def blocks(texts: Documents, length: int, most: int) -> torch.Tensor:
+def blocks(texts: list[torch.Tensor], length: int, most: int) -> torch.Tensor:
     """At most this many blocks [n, length], evenly spread."""
-    found = [text[at : at + length] for text in texts for at in range(0, len(text) - length + 1, length)]
-    if most < len(found):
-        found = [found[index * len(found) // most] for index in range(most)]
-    return torch.tensor(found)
+    return cut_blocks(open_tokens(texts, None, Data()), length, packing=False, shortest=length).rows(most)
 
 
 def compared(focus: Perplexity, base: Perplexity) -> dict[str, Any]:
@@ -60,12 +53,11 @@ def compared(focus: Perplexity, base: Perplexity) -> dict[str, Any]:
 
 def largest_groups(model: FocusModel, held_out: torch.Tensor) -> dict[str, float]:
     """Share of the keys in a router's largest group, over the layers and key/value heads."""
-    groups, shares = probe_groups(model, held_out), []
-    for layer_idx, router in routed_layers(model):
-        for head in range(router.num_routers):
-            counts = torch.bincount(groups[layer_idx][:, head].flatten(), minlength=model.focus_config.num_groups)
-            shares.append((counts.max() / counts.sum()).item())
-    return {"mean": sum(shares) / len(shares), "worst": max(shares), "tokens": held_out.numel()}
+    routings = observe_routing(model, held_out).values()
+    config = model.focus_config
+    largest = torch.cat([group_shares(one.key_groups, config.num_groups).amax(-1) for one in routings])
+    largest = largest / config.key_top_k
+    return {"mean": largest.mean().item(), "worst": largest.max().item(), "tokens": held_out.numel()}
 
 
 def main() -> None:

@@ -94,6 +94,24 @@ def near_and_reachable(tokens: Tokens, pattern: Pattern) -> tuple[Tensor, Tensor
     return near, reachable
 
 
+class FarRun(NamedTuple):
+    """By query: of its document's keys, those from `first` to before `last` are seen by group alone; `near` of the
+    others are always seen. All of the shape of the positions."""
+
+    first: Tensor
+    last: Tensor
+    near: Tensor
+
+
+def far_run(positions: Tensor, pattern: Pattern) -> FarRun:
+    """The same by position, for documents whose keys stand side by side."""
+    sliding = pattern.sliding_window
+    slid_to = torch.zeros_like(positions) if sliding is None else (positions - sliding + 1).clamp_min(0)
+    first = slid_to.clamp_min(pattern.num_sinks)
+    last = torch.maximum(first, positions - pattern.window)
+    return FarRun(first, last, positions - slid_to + 1 - (last - first))
+
+
 def visible_mask(query_groups: Tensor, key_groups: Tensor, tokens: Tokens, pattern: Pattern) -> Tensor:
     """The predicate as a dense mask, [B, R, Tq, Tk] bool. O(n²) memory: for the oracle and for short texts."""
     near, reachable = near_and_reachable(tokens, pattern)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from tiny import save_tiny_default
 from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
@@ -22,9 +23,7 @@ run = CliRunner().invoke
 def saved(tmp_path_factory):
     """A tiny model and an adapter for it, as folders."""
     folder = tmp_path_factory.mktemp("saved")
-    model, tokenizer = tiny_random_model()
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    model = save_tiny_default(folder)
     get_focus_model(model, FocusConfig(num_groups=4, window=16)).save_pretrained(folder / "adapter")
     return folder
 

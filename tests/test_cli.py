@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from tiny import save_tiny_default
 from typer.testing import CliRunner
 
 from focus_attn import FocusConfig, __version__, generation, get_focus_model
@@ -22,9 +23,7 @@ def tiny_default(monkeypatch):
 def saved(tmp_path_factory):
     """A tiny model and an adapter for it, as folders."""
     folder = tmp_path_factory.mktemp("saved")
-    model, tokenizer = tiny_random_model()
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    model = save_tiny_default(folder)
     get_focus_model(model, FocusConfig(num_groups=4, window=8)).save_pretrained(folder / "adapter")
     return folder
 

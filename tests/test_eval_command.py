@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from eval_data import write_benchmarks, write_text
+from tiny import save_tiny_default
 from typer.testing import CliRunner
 
 from focus_attn import FocusConfig, get_focus_model
@@ -13,7 +14,6 @@ from focus_attn.cli import app
 from focus_attn.evaluation.requests import Item, Requests, Task
 from focus_attn.evaluation.run import sum_up
 from focus_attn.evaluation.summary import Cell, kept_of_base, summarise
-from focus_attn.zoo import tiny_random_model
 
 LM_EVAL = importlib.util.find_spec("lm_eval") is not None
 
@@ -22,9 +22,7 @@ LM_EVAL = importlib.util.find_spec("lm_eval") is not None
 def saved(tmp_path_factory):
     """A tiny model, two adapters for it, and a text."""
     folder = tmp_path_factory.mktemp("saved")
-    model, tokenizer = tiny_random_model()
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    model = save_tiny_default(folder)
     for name, groups in (("k4", 4), ("k2", 2)):
         focus = get_focus_model(model, FocusConfig(num_groups=groups, window=16))
         focus.save_pretrained(folder / name)

@@ -6,6 +6,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from focus_attn import FocusConfig, FocusModel, get_focus_model
+from focus_attn.zoo import tiny_random_model
 
 # Short windows, so that tiny inputs have something to prune.
 SPARSE = FocusConfig(num_groups=4, window=3, num_sinks=1)
@@ -100,3 +101,11 @@ def focus(architecture: str = "llama", config: FocusConfig = SPARSE, **changes: 
 def logits(model: torch.nn.Module, ids: torch.Tensor, **kwargs: object) -> torch.Tensor:
     with torch.no_grad():
         return model(ids, **kwargs).logits
+
+
+def save_tiny_default(folder):
+    """The tiny stand-in for the embedded model and its tokenizer, saved below `folder`. -> the model."""
+    model, tokenizer = tiny_random_model()
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    return model

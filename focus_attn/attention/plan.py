@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from focus_attn.visibility import Pattern, Tokens, memberships
+from focus_attn.visibility import Pattern, Tokens, far_run, memberships
 
 
 @dataclass(frozen=True)
@@ -188,12 +188,9 @@ def _count_plain(query_groups: Tensor, key_groups: Tensor, pattern: Pattern) -> 
     keys of a query are a run of slots, and running sums say how many of them are in each group."""
     slots = key_groups.shape[2]
     position = torch.arange(slots - query_groups.shape[2], slots, device=query_groups.device)
-    sliding = pattern.sliding_window
-    slid_to = torch.zeros_like(position) if sliding is None else (position - sliding + 1).clamp_min(0)
-    far_from = slid_to.clamp_min(min(pattern.num_sinks, slots))
-    far_to = torch.maximum(far_from, position - pattern.window)
-    near = (position - slid_to + 1 - (far_to - far_from)).sum()
+    first, last, near = far_run(position, pattern)
+    first, last = first.clamp_max(slots), last.clamp_max(slots)  # more sinks than slots
     members = memberships(key_groups, pattern.num_groups).int().cumsum(2)
     members = torch.nn.functional.pad(members, (0, 0, 1, 0))  # of the keys before a slot
-    far = members.index_select(2, far_to) - members.index_select(2, far_from)
-    return near + (far * memberships(query_groups, pattern.num_groups)).sum((2, 3))
+    far = members.index_select(2, last) - members.index_select(2, first)
+    return near.sum() + (far * memberships(query_groups, pattern.num_groups)).sum((2, 3))

@@ -9,8 +9,9 @@ layer to layer and dilates some heads), the model's own projections for the glob
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from torch import Tensor
 
@@ -22,22 +23,38 @@ from focus_attn.baselines.seam import Kind
 
 
 @dataclass(frozen=True)
-class Window(SparseMethod):
+class NearOrFirst(SparseMethod):
+    """The window, and as many of the first tokens as `first` says."""
+
     window: int = 128
+
+    name: ClassVar[str]
+    kind: ClassVar[Kind] = "skips"
+
+    @property
+    @abstractmethod
+    def first(self) -> int: ...
+
+    @classmethod
+    def within(cls, budget: float, shape: Shape, **first: int) -> Self:
+        return largest_within(budget, shape, lambda width: cls(width, **first), 0, shape.length - 1)
+
+    def run(self, call: LayerCall) -> tuple[Tensor, float]:
+        return near_or_first_attention(call, self.window, self.first)
+
+    def expected_pairs(self, shape: Shape) -> float:
+        return near_or_first_pairs(shape.length, self.window, self.first)
+
+
+@dataclass(frozen=True)
+class Window(NearOrFirst):
     num_global: int = 0
 
     name: ClassVar[str] = "window"
-    kind: ClassVar[Kind] = "skips"
 
-    @classmethod
-    def within(cls, budget: float, shape: Shape, num_global: int = 0) -> Window:
-        return largest_within(budget, shape, lambda width: cls(width, num_global), 0, shape.length - 1)
-
-    def run(self, call: LayerCall) -> tuple[Tensor, float]:
-        return near_or_first_attention(call, self.window, self.num_global)
-
-    def expected_pairs(self, shape: Shape) -> float:
-        return near_or_first_pairs(shape.length, self.window, self.num_global)
+    @property
+    def first(self) -> int:
+        return self.num_global
 
 
 def near_or_first_pairs(length: int, window: int, first: int) -> int:

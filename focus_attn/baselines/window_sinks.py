@@ -13,34 +13,20 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
-from focus_attn.baselines.budget import largest_within
-from focus_attn.baselines.call import LayerCall, Shape
-from focus_attn.baselines.grouped import near_or_first_attention
-from focus_attn.baselines.masked import SparseMethod
-from focus_attn.baselines.seam import Kind
-from focus_attn.baselines.window import near_or_first_pairs
+from focus_attn.baselines.window import NearOrFirst
 from focus_attn.router import Routing
 
 
 @dataclass(frozen=True)
-class WindowSinks(SparseMethod):
-    window: int = 128
+class WindowSinks(NearOrFirst):
     num_sinks: int = 4
 
     name: ClassVar[str] = "window_sinks"
-    kind: ClassVar[Kind] = "skips"
 
-    @classmethod
-    def within(cls, budget: float, shape: Shape, num_sinks: int = 4) -> WindowSinks:
-        return largest_within(budget, shape, lambda width: cls(width, num_sinks), 0, shape.length - 1)
-
-    def run(self, call: LayerCall) -> tuple[Tensor, float]:
-        return near_or_first_attention(call, self.window, self.num_sinks)
-
-    def expected_pairs(self, shape: Shape) -> float:
-        return near_or_first_pairs(shape.length, self.window, self.num_sinks)
+    @property
+    def first(self) -> int:
+        return self.num_sinks
 
 
 def window_and_sinks(layer_idx: int, routing: Routing) -> Routing:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from focus_attn.compare.recipe import Dataset
+from focus_attn.evaluation.perplexity import first_token
 from focus_attn.text import TextSplit, default_text
 from focus_attn.training.blocks import cut_blocks
 from focus_attn.training.data import BUILTIN, TokenStore, check_vocabulary, open_tokens
@@ -48,10 +49,9 @@ class Texts:
         return self._checked(_open(self.dataset.test, self.dataset, self.tokenizer))
 
     @cached_property
-    def bos(self) -> int | None:
-        """What every block begins with, where the tokenizer begins a text with it."""
-        first = self.tokenizer("a")["input_ids"][0]
-        return first if first == self.tokenizer.bos_token_id else None
+    def begin(self) -> list[int]:
+        """What every block begins with."""
+        return first_token(self.tokenizer)
 
     @cached_property
     def _split(self) -> tuple[TokenStore, TokenStore]:
@@ -74,8 +74,8 @@ class Texts:
         return self._blocks(self.train, length, count)
 
     def train_documents(self, length: int) -> list[Tensor]:
-        """What routers are trained on: the documents, or blocks of `length` where each must begin with `bos`."""
-        if self.bos is not None:
+        """What routers are trained on: the documents, or blocks of `length` where each has a beginning of its own."""
+        if self.begin:
             return list(self.train_blocks(length, self.train.tokens // length))
         return [
             torch.from_numpy(np.asarray(self.train.ids[first:last]).astype(np.int64))
@@ -83,10 +83,9 @@ class Texts:
         ]
 
     def _blocks(self, store: TokenStore, length: int, count: int) -> Tensor:
-        bos = [] if self.bos is None else [self.bos]
-        inner = length - len(bos)
+        inner = length - len(self.begin)
         rows = cut_blocks(store, inner, packing=False, shortest=inner).rows(count)
-        return torch.cat([torch.tensor(bos, dtype=torch.int64).expand(len(rows), -1), rows], dim=1)
+        return torch.cat([torch.tensor(self.begin, dtype=torch.int64).expand(len(rows), -1), rows], dim=1)
 
 
 def split_store(store: TokenStore) -> tuple[TokenStore, TokenStore]:

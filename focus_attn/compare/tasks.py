@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +40,8 @@ def score_row(
         score(model, requests, scores, tokenizer, progress=report)
         return
     with use_baseline(model, peer):
-        score(model, without_prefixes(requests), scores, tokenizer, progress=report)
-
-
-def without_prefixes(requests: Requests) -> Requests:
-    """Every item whole: a peer attends over whole sequences and has no cache for what several begin with."""
-    items = [
-        replace(item, context=[*requests.prefixes[item.prefix], *item.context], prefix=None) if item.prefix else item
-        for item in requests.items
-    ]
-    return replace(requests, items=items, prefixes={})
+        # Whole sequences: a peer has no cache for what several items begin with.
+        score(model, requests, scores, tokenizer, share_prefixes=False, progress=report)
 
 
 def is_scored(requests: Requests, file: Path) -> bool:

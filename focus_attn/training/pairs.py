@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from focus_attn.training.packing import Packing
-from focus_attn.visibility import Pattern, memberships
+from focus_attn.visibility import Pattern, far_run, memberships
 
 
 class PairCount:
@@ -21,15 +21,11 @@ class PairCount:
     def __init__(self, packing: Packing, pattern: Pattern) -> None:
         positions, real = packing.positions, packing.real
         place = torch.arange(positions.shape[1], device=positions.device)
-        sliding = pattern.sliding_window
-        slid_to = (positions - sliding + 1).clamp_min(0) if sliding is not None else torch.zeros_like(positions)
-        far_from = slid_to.clamp_min(pattern.num_sinks)
-        far_to = torch.maximum(far_from, positions - pattern.window)
-        reachable = positions - slid_to + 1
-        self.near = ((reachable - (far_to - far_from)) * real).sum()
+        far = far_run(positions, pattern)
+        self.near = (far.near * real).sum()
         self.causal = ((positions + 1) * real).sum()
         document = place - positions  # where the token's document starts in its row
-        self.first, self.last = document + far_from, document + far_to  # [B, T]
+        self.first, self.last = document + far.first, document + far.last  # [B, T]
         self.real = real[:, None, :, None]
 
     def share(self, query: Tensor | None = None, key: Tensor | None = None) -> Tensor:
