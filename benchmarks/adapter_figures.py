@@ -25,6 +25,7 @@ from focus_attn.training import Recipe, train
 from focus_attn.training.blocks import cut_blocks
 from focus_attn.training.data import open_tokens, read_documents
 from focus_attn.training.recipe import Data
+from focus_attn.zoo import find_adapter
 
 
 def documents(path: Path, tokenizer: Any) -> list[torch.Tensor]:
@@ -68,7 +69,7 @@ def main() -> None:
     parser.add_argument("--elsewhere", type=Path, help="text of another kind, measured at 2,048 tokens")
     parser.add_argument("--blocks", type=int, default=48, help="of 8,192 tokens; twice as many of 2,048")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--go-on-from", type=Path)
+    parser.add_argument("--go-on-from", help="a folder, or the name of a shipped adapter")
     parser.add_argument("--save", type=Path, required=True)
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
@@ -86,7 +87,7 @@ def main() -> None:
 
     recipe = dataclasses.replace(Recipe.from_yaml(options.recipe), seed=options.seed, evaluate_every=0)
     if options.go_on_from:
-        model = FocusModel.from_pretrained(model, str(options.go_on_from))
+        model = FocusModel.from_pretrained(model, find_adapter(options.go_on_from))
         recipe = dataclasses.replace(recipe, start=None, focus=model.focus_config)
     text = [document for path in options.train for document in read[path]]
     result = train(model, text, recipe, output=options.save, device=device)
