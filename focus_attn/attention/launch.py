@@ -31,9 +31,13 @@ _setups: OrderedDict[tuple[Any, ...], Setup] = OrderedDict()
 
 
 class Setup:
-    """What the kernels of all calls with one signature share."""
+    """What the kernels of all calls with one signature share.
 
-    def __init__(self, call: AttentionCall) -> None:
+    entries: for kernels that get the addresses of some tensors from a table (`recorded.py`), by the id() of such a
+    tensor its entry there.
+    """
+
+    def __init__(self, call: AttentionCall, entries: dict[int, Tensor] | None = None) -> None:
         width, value_width = call.q.shape[-1], call.v.shape[-1]
         self.heads_a_key = call.q.shape[1] // call.k.shape[1]
         self.sizes = {
@@ -45,6 +49,8 @@ class Setup:
             "BLOCK_D": max(16, power_of_2(width)),
             "BLOCK_DV": max(16, power_of_2(value_width)),
         }
+        self.calls = 0  # made without a recording
+        self._entries = entries
         self._answers: dict[Any, Any] = {}
         self._variants: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
@@ -61,12 +67,16 @@ class Setup:
     ) -> None:  # fmt: skip
         """tag: which variant of which kernel this is, among the calls of one signature. Constants come last, and are
         made for the first launch alone."""
+        if self._entries is not None:
+            arguments = tuple(self._entries.get(id(argument), argument) for argument in arguments)
         known = self._variants.get(tag)
         if known is not None:
             compiled, values = known
             compiled[grid](*arguments, *values)
             return
         constants = make_constants()
+        if "BY_TABLE" in kernel.arg_names:
+            constants = {**constants, "BY_TABLE": self._entries is not None}
         compiled = kernel[grid](*arguments, **constants, num_warps=warps, num_stages=stages)
         if compiled is not None:  # Triton's interpreter compiles nothing
             self._variants[tag] = compiled, tuple(constants[name] for name in kernel.arg_names if name in constants)
