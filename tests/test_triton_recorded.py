@@ -5,7 +5,9 @@ import importlib.util
 import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +19,8 @@ pytest.importorskip("triton")
 from test_triton import DEVICE, ON_GPU, fake_cudnn
 
 from focus_attn import focus_attention
-from focus_attn.attention import launch, recorded, square
-from focus_attn.attention.launch import Setup, setup_for
+from focus_attn.attention import cudnn, launch, recorded, square
+from focus_attn.attention.launch import setup_for
 
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 HAS_CUDNN = ON_GPU and importlib.util.find_spec("cudnn") is not None
@@ -61,19 +63,20 @@ def results(case: Case) -> tuple[Tensor, Tensor]:
     return torch.full_like(case.q, 7.0), torch.full(case.q.shape[:3], 7.0, device=DEVICE)
 
 
-@pytest.mark.parametrize("sinks", [0, 3])
-def test_kernels_find_their_tensors_through_a_table(sinks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("one_tensor", [False, True], ids=["three tensors", "q is k is v"])
+def test_kernels_find_their_tensors_through_a_table(one_tensor: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Launched for one call with the table of another, they serve the other."""
     if not HAS_CUDNN:
         fake_cudnn(monkeypatch)
-    launched, meant = draw(0, sinks=sinks), draw(1, sinks=sinks)
+    heads, sinks = ((2, 2), 0) if one_tensor else ((2, 1), 3)
+    launched, meant = (draw(seed, heads=heads, sinks=sinks) for seed in range(2))
+    if one_tensor:
+        launched.k = launched.v = launched.q
     untouched, filled = results(launched), results(meant)
-    call = launched.call()
-    table = recorded.Table(call.q.device)
-    setup = Setup(call, table.entries(call, *untouched))
-    room = square.make_room(call, setup)
+    table = recorded.Table(launched.q.device)
+    call, setup = table.setup(launched.call(), *untouched)
     table.fill(meant.call(), *filled)
-    square.launch_forward(call, setup, room, *untouched)
+    square.launch_forward(call, setup, square.make_room(call, setup), *untouched)
     assert is_right(meant, filled[0])
     assert all((x == 7).all() for x in untouched)
     direct = results(meant)
@@ -166,6 +169,57 @@ def test_without_a_gpu_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> N
     fake_cudnn(monkeypatch)
     call = Case(*(x.cpu() for x in vars(draw(0)).values() if isinstance(x, Tensor)), draw(0).options).call()
     assert not recorded._is_recordable(call, setup_for(call))
+
+
+class FakeGraph:
+    """A CUDA graph of `launch_forward`: what is launched while it captures is done when it is replayed."""
+
+    capturing: "FakeGraph | None" = None
+    real_launch = staticmethod(square.launch_forward)
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+        self.replays = 0
+
+    def capture_begin(self, capture_error_mode: str) -> None:
+        FakeGraph.capturing = self
+
+    def capture_end(self) -> None:
+        FakeGraph.capturing = None
+
+    def replay(self) -> None:
+        self.replays += 1
+        for arguments in self.launches:
+            self.real_launch(*arguments)
+
+    @staticmethod
+    def launch(*arguments: Any) -> None:
+        if FakeGraph.capturing is None:
+            FakeGraph.real_launch(*arguments)
+        else:
+            FakeGraph.capturing.launches.append(arguments)
+
+
+@pytest.mark.skipif(ON_GPU, reason="the tests below do it with real graphs")
+def test_focus_attention_replays_what_it_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cudnn(monkeypatch)
+    monkeypatch.setattr(cudnn, "kernels_of_forward", lambda shape: (None, 0))
+    monkeypatch.setattr(recorded, "_is_recordable", lambda call, setup: True)
+    monkeypatch.setattr(recorded, "_capture_stream", lambda device: None)
+    monkeypatch.setattr(recorded.sorted_rows, "memory", lambda device: 1 << 30)
+    monkeypatch.setattr(square, "launch_forward", FakeGraph.launch)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    for seed in range(5):
+        case = draw(seed, batch=1)
+        assert is_right(case, attend(case)), seed
+    (recording,) = recorded._recordings.values()
+    assert recording._graph.replays == 2
+    case = draw(9, batch=1).cast(DTYPE)
+    case.run("triton", torch.zeros_like(case.q))
+    assert recording._graph.replays == 2  # what is differentiated goes through the operator
 
 
 @on_gpu

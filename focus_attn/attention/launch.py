@@ -94,11 +94,14 @@ def setup_for(call: AttentionCall, *more: Tensor) -> Setup:
 
 
 def _signature(call: AttentionCall, more: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    q, k, v, tokens = call.q, call.k, call.v, call.tokens
-    layouts = [(x.shape, x.stride(), x.data_ptr() % 16 == 0, x.dtype) for x in (q, k, v, *more)]
-    ids = [(x.shape, x.data_ptr() % 16 == 0, x.dtype) for x in (call.query_groups, call.key_groups)]
+    """Every layer asks for it, so it says nothing twice: q, k and v have one dtype, and ids are int64."""
+    q, tokens, query, key = call.q, call.tokens, call.query_groups, call.key_groups
+    layouts = [(x.shape, x.stride(), x.data_ptr() % 16 == 0) for x in (q, call.k, call.v, *more)]
+    ids: tuple[Any, ...] = (query.shape, query.data_ptr() % 16 == 0)
+    if key is not query:
+        ids += key.shape, key.data_ptr() % 16 == 0
     kind = tokens.plain, tokens.key_segments is None, call.query_gate is None, call.scale, call.softcap
-    return *layouts, *ids, call.pattern, kind, q.device
+    return *layouts, ids, call.pattern, kind, q.dtype, q.device, *[x.dtype for x in more]
 
 
 def with_ids_in_a_row(call: AttentionCall) -> AttentionCall:

@@ -16,6 +16,7 @@ import functools
 import threading
 import warnings
 from collections import OrderedDict
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,10 +53,15 @@ class Table:
         if compiled is not None:  # Triton's interpreter compiles nothing
             self._fill = compiled[1, 1, 1]
 
-    def entries(self, call: AttentionCall, out: Tensor, lse: Tensor) -> dict[int, Tensor]:
-        """By the id() of a tensor its entry, which kernels get in its place."""
+    def setup(self, call: AttentionCall, out: Tensor, lse: Tensor) -> tuple[AttentionCall, Setup]:
+        """A setup whose kernels, launched for this call, serve the one that the table was last filled with.
+
+        The call comes back with tensors apart: what is one tensor here may be several in the next call.
+        """
+        call = replace(call, q=call.q.detach(), k=call.k.detach(), v=call.v.detach())
         tensors = call.q, call.k, call.v, call.key_groups, out, lse
-        return {id(x): entry.view(x.dtype) for x, entry in zip(tensors, self._addresses, strict=True)}
+        entries = {id(x): entry.view(x.dtype) for x, entry in zip(tensors, self._addresses, strict=True)}
+        return call, Setup(call, entries)
 
 
 class Recording:
@@ -63,10 +69,10 @@ class Recording:
 
     def __init__(self, call: AttentionCall, out: Tensor, lse: Tensor) -> None:
         self._table = Table(call.q.device)
-        setup = Setup(call, self._table.entries(call, out, lse))
+        self._table.fill(call, out, lse)
+        call, setup = self._table.setup(call, out, lse)
         self._room = square.make_room(call, setup)
         self.size = sum(copy.nbytes for copy in self._room[1:])  # what its plan takes is small beside the copies
-        self._table.fill(call, out, lse)
         square.launch_forward(call, setup, self._room, out, lse)  # compiles what a capture must find compiled
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(_capture_stream(call.q.device)):
@@ -109,19 +115,20 @@ def _record(key: tuple[Setup, int], call: AttentionCall, out: Tensor, lse: Tenso
         key[0].calls = -NEVER
         warnings.warn(f"short calls are launched kernel by kernel, as they cannot be recorded: {error}", stacklevel=2)
         return False
-    room = sorted_rows.memory(call.q.device) // SHARE
-    while sum(recording.size for recording in _recordings.values()) > room:
+    most = sorted_rows.memory(call.q.device) // SHARE
+    while sum(recording.size for recording in _recordings.values()) > most:
         _recordings.popitem(last=False)
     return True
 
 
 def _is_recordable(call: AttentionCall, setup: Setup) -> bool:
-    tensors = call.q, call.k, call.v, call.key_groups
+    q, k, v = call.q, call.k, call.v
     return (
-        call.q.device.type == "cuda"
-        and call.q.shape[2] <= LONGEST
-        and square.heads_at_once(call, setup)[0] == call.k.shape[1]
-        and all(x.stride(-1) == 1 and x.data_ptr() % 16 == 0 for x in tensors)
+        q.device.type == "cuda"
+        and q.shape[2] <= LONGEST
+        and square.heads_at_once(call, setup)[0] == k.shape[1]
+        and all(x.stride(-1) == 1 for x in (q, k, v))
+        and all(x.data_ptr() % 16 == 0 for x in (q, k, v, call.key_groups))
     )
 
 

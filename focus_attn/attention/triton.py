@@ -303,7 +303,7 @@ def _forward(
         _near_and_far(call, setup, out, lse)
     if call.sink_logits is not None:
         out, lse = merge_sink_logits(out.float(), lse, call.sink_logits)
-    return out.to(call.v.dtype), lse
+    return out if out.dtype == call.v.dtype else out.to(call.v.dtype), lse
 
 
 def _near_and_far(call: AttentionCall, setup: Setup, out: Tensor, lse: Tensor) -> None:
