@@ -156,7 +156,7 @@ def fake_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
         return x.view(-1, x.shape[-2], x.shape[-1])
 
     def forward(shape, jobs, *tensors):
-        q, k, v, out, lse = (rows(shape, x) for x in tensors)
+        q, k, v, out, lse = (rows(shape, x) for x in tensors[:5])
         for queries, keys in runs(shape, jobs):
             p, total = probabilities(shape, q[queries].float(), k[keys].float())
             values = v[keys].float().repeat_interleave(shape.heads // shape.kv_heads, 1)
@@ -174,8 +174,10 @@ def fake_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
             grads[1][at] = torch.einsum("hij,ihd->jhd", ds, q).unflatten(1, (-1, repeat)).sum(2)
             grads[2][at] = torch.einsum("hij,ihd->jhd", p, grad).unflatten(1, (-1, repeat)).sum(2)
 
-    for name, function in (("can_serve", lambda shape: True), ("forward", forward), ("backward", backward)):
-        monkeypatch.setattr(cudnn, name, function)
+    monkeypatch.setattr(cudnn, "can_serve", lambda shape: True)
+    monkeypatch.setattr(cudnn, "room_for_forward", lambda shape: torch.empty(1))
+    monkeypatch.setattr(cudnn, "forward", forward)
+    monkeypatch.setattr(cudnn, "backward", backward)
 
 
 @pytest.mark.parametrize("copies_fit", [True, False], ids=["at once", "head by head"])

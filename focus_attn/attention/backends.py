@@ -106,10 +106,12 @@ def _is_installed(package: str) -> bool:
 @functools.cache
 def _triton() -> Forward:
     """Made at its first use: Triton is optional and takes a moment to import."""
-    from focus_attn.attention.triton import triton_forward
+    from focus_attn.attention.triton import triton_forward, triton_inference
     from focus_attn.attention.triton_backward import triton_backward
 
-    return make_operator("triton", triton_forward, triton_backward, unrounded=False, token_major=True)
+    return make_operator(
+        "triton", triton_forward, triton_backward, unrounded=False, token_major=True, plain=triton_inference
+    )
 
 
 BACKENDS: dict[str, Forward] = {

@@ -98,7 +98,9 @@ def _check_once(given: tuple[Any, ...]) -> None:
     if torch.compiler.is_compiling():
         _check(*given)
         return
-    key = tuple([(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x) for x in given])
+    key = tuple(
+        [x if x is None else (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x) for x in given]
+    )
     try:
         if key in _passed:
             return

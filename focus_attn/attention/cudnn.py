@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import threading
 import warnings
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -64,10 +65,24 @@ def can_serve(shape: Shape) -> bool:
     return importlib.util.find_spec("cudnn") is not None and _graph(shape, False, False) is not None
 
 
-def forward(shape: Shape, jobs: Jobs, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+def forward(
+    shape: Shape, jobs: Jobs, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, workspace: Tensor | None = None
+) -> None:
     """q, out [tokens, heads, width], k, v [tokens, kv_heads, width], lse [tokens, heads] fp32. out may be q: a tile's
-    output then takes the place of its queries."""
-    _run(shape, False, jobs, {1: q, 2: k, 3: v, 4: out, 5: lse})
+    output then takes the place of its queries. workspace: from `room_for_forward`, made here unless given."""
+    _run(shape, False, jobs, {1: q, 2: k, 3: v, 4: out, 5: lse}, workspace)
+
+
+def room_for_forward(shape: Shape) -> Tensor:
+    """A workspace for `forward`; it has an address even where no bytes are needed."""
+    return _workspace(max(1, kernels_of_forward(shape)[1]), shape.device)
+
+
+def kernels_of_forward(shape: Shape) -> tuple[Any, int]:
+    """The graph that owns them, for who records their launches and so needs them to stay; bytes of workspace."""
+    graph = _graph(shape, False, False)
+    assert graph is not None, "only asked for shapes that `can_serve` is true of"
+    return graph
 
 
 def backward(shape: Shape, jobs: Jobs, tensors: tuple[Tensor, ...], grads: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -76,29 +91,34 @@ def backward(shape: Shape, jobs: Jobs, tensors: tuple[Tensor, ...], grads: tuple
     _run(shape, True, jobs, dict(enumerate((*tensors, *grads), start=1)))
 
 
-def _run(shape: Shape, is_backward: bool, jobs: Jobs, tensors: dict[int, Tensor]) -> None:
+def _run(
+    shape: Shape, is_backward: bool, jobs: Jobs, tensors: dict[int, Tensor], workspace: Tensor | None = None
+) -> None:
     """tensors by the value of their _Uid: enums are slow, and this is run for every layer."""
     deterministic = is_backward and torch.are_deterministic_algorithms_enabled()
     graph, workspace_bytes = _graph(shape, is_backward, deterministic)  # type: ignore[misc]
     handle = _handle(shape.device)
     stream = torch._C._cuda_getCurrentRawStream(shape.device.index)  # as Triton asks: a tenth of the public way's time
-    if _streams.get(shape.device) != stream:
-        import cudnn
-
-        cudnn.set_stream(handle=handle, stream=stream)
-        _streams[shape.device] = stream
     offsets, row = jobs.offsets.data_ptr(), jobs.offsets.stride(0) * 8
     pointers = {uid: tensor.data_ptr() for uid, tensor in tensors.items()}
     pointers[20], pointers[21] = jobs.query_lengths.data_ptr(), jobs.key_lengths.data_ptr()
     pointers[22], pointers[23], pointers[24] = offsets, offsets + row, offsets + 2 * row
-    workspace = jobs.offsets if not workspace_bytes else _workspace(workspace_bytes, shape.device)
-    graph.execute(pointers, workspace.data_ptr(), handle)
+    if workspace is None:
+        workspace = jobs.offsets if not workspace_bytes else _workspace(workspace_bytes, shape.device)
+    with _one_at_a_time:
+        if _streams.get(shape.device) != stream:
+            import cudnn
+
+            cudnn.set_stream(handle=handle, stream=stream)
+            _streams[shape.device] = stream
+        graph.execute(pointers, workspace.data_ptr(), handle)
 
 
 def _workspace(size: int, device: torch.device) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, device=device)
 
 
+_one_at_a_time = threading.Lock()  # threads share a device's handle, which has one stream at a time
 _streams: dict[torch.device, int] = {}  # where each device's handle works: telling it takes longer than remembering
 
 

@@ -31,9 +31,13 @@ _setups: OrderedDict[tuple[Any, ...], Setup] = OrderedDict()
 
 
 class Setup:
-    """What the kernels of all calls with one signature share."""
+    """What the kernels of all calls with one signature share.
 
-    def __init__(self, call: AttentionCall) -> None:
+    entries: for kernels that get the addresses of some tensors from a table (`recorded.py`), by the id() of such a
+    tensor its entry there.
+    """
+
+    def __init__(self, call: AttentionCall, entries: dict[int, Tensor] | None = None) -> None:
         width, value_width = call.q.shape[-1], call.v.shape[-1]
         self.heads_a_key = call.q.shape[1] // call.k.shape[1]
         self.sizes = {
@@ -45,6 +49,8 @@ class Setup:
             "BLOCK_D": max(16, power_of_2(width)),
             "BLOCK_DV": max(16, power_of_2(value_width)),
         }
+        self.calls = 0  # made without a recording
+        self._entries = entries
         self._answers: dict[Any, Any] = {}
         self._variants: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
@@ -61,12 +67,16 @@ class Setup:
     ) -> None:  # fmt: skip
         """tag: which variant of which kernel this is, among the calls of one signature. Constants come last, and are
         made for the first launch alone."""
+        if self._entries is not None:
+            arguments = tuple(self._entries.get(id(argument), argument) for argument in arguments)
         known = self._variants.get(tag)
         if known is not None:
             compiled, values = known
             compiled[grid](*arguments, *values)
             return
         constants = make_constants()
+        if "BY_TABLE" in kernel.arg_names:
+            constants = {**constants, "BY_TABLE": self._entries is not None}
         compiled = kernel[grid](*arguments, **constants, num_warps=warps, num_stages=stages)
         if compiled is not None:  # Triton's interpreter compiles nothing
             self._variants[tag] = compiled, tuple(constants[name] for name in kernel.arg_names if name in constants)
@@ -84,11 +94,14 @@ def setup_for(call: AttentionCall, *more: Tensor) -> Setup:
 
 
 def _signature(call: AttentionCall, more: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    q, k, v, tokens = call.q, call.k, call.v, call.tokens
-    layouts = [(x.shape, x.stride(), x.data_ptr() % 16 == 0, x.dtype) for x in (q, k, v, *more)]
-    ids = [(x.shape, x.data_ptr() % 16 == 0, x.dtype) for x in (call.query_groups, call.key_groups)]
+    """Every layer asks for it, so it says nothing twice: q, k and v have one dtype, and ids are int64."""
+    q, tokens, query, key = call.q, call.tokens, call.query_groups, call.key_groups
+    layouts = [(x.shape, x.stride(), x.data_ptr() % 16 == 0) for x in (q, call.k, call.v, *more)]
+    ids: tuple[Any, ...] = (query.shape, query.data_ptr() % 16 == 0)
+    if key is not query:
+        ids += key.shape, key.data_ptr() % 16 == 0
     kind = tokens.plain, tokens.key_segments is None, call.query_gate is None, call.scale, call.softcap
-    return *layouts, *ids, call.pattern, kind, q.device
+    return *layouts, ids, call.pattern, kind, q.dtype, q.device, *[x.dtype for x in more]
 
 
 def with_ids_in_a_row(call: AttentionCall) -> AttentionCall:

@@ -17,11 +17,14 @@ Forward = Callable[[AttentionCall], tuple[Tensor, Tensor]]
 Backward = Callable[[AttentionCall, Tensor, Tensor, Tensor], Gradients]
 
 
-def make_operator(name: str, forward: Forward, backward: Backward, *, unrounded: bool, token_major: bool) -> Forward:
+def make_operator(
+    name: str, forward: Forward, backward: Backward, *, unrounded: bool, token_major: bool, plain: Forward | None = None
+) -> Forward:
     """`focus_attn::<name>` and `focus_attn::<name>_backward`, behind a function of an AttentionCall.
 
     unrounded: `forward` gives its output in fp32, and the backward gets that one.
     token_major: `forward` gives its output as a view of [B, Tq, H, Dv].
+    plain: what takes the place of `forward` in calls that need no operator.
     """
 
     @torch.library.custom_op(f"focus_attn::{name}", mutates_args=())
@@ -120,9 +123,11 @@ def make_operator(name: str, forward: Forward, backward: Backward, *, unrounded:
 
     operator.register_autograd(differentiate, setup_context=keep)
 
+    without_operator = plain or forward
+
     def attention(call: AttentionCall) -> tuple[Tensor, Tensor]:
         if not _needs_operator(call):
-            out, lse = forward(call)
+            out, lse = without_operator(call)
             return out.to(call.v.dtype), lse
         tokens, pattern = call.tokens, call.pattern
         out, lse, _ = operator(

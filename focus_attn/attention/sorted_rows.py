@@ -16,6 +16,7 @@ from torch import Tensor
 
 from focus_attn.attention.call import AttentionCall
 from focus_attn.attention.launch import Setup, ceil_div, power_of_2
+from focus_attn.attention.tiles import real_address
 
 SMALL_COPIES = 200  # a share of the device's memory that is never too much: one in so many
 BLOCK = 64
@@ -34,7 +35,7 @@ def heads_at_once(call: AttentionCall, copies: int) -> int:
     """KV heads whose sorted copies (so many tensors like q) are small beside the output, as a divisor of them all."""
     kv_heads = call.k.shape[1]
     whole = call.q.numel() * call.q.element_size()
-    small = _memory(call.q.device) // SMALL_COPIES
+    small = memory(call.q.device) // SMALL_COPIES
     if copies * whole <= small:
         return kv_heads
     fits = max(small, whole // 4) * kv_heads // (copies * whole)
@@ -42,7 +43,7 @@ def heads_at_once(call: AttentionCall, copies: int) -> int:
 
 
 @functools.cache
-def _memory(device: torch.device) -> int:
+def memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
@@ -76,9 +77,10 @@ def _sort_kernel(
     slots_a_batch, slots_a_line, slots_b_batch, slots_b_line, slots_c_batch, slots_c_line,
     first_a, first_b, first_c, tokens_a, tokens_b, tokens_c,
     LINES: tl.constexpr, HEADS_A: tl.constexpr, HEADS_B: tl.constexpr, HEADS_C: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BY_TABLE: tl.constexpr,
 ):  # fmt: skip
     """Program (block of places, head of A, B or C, row)."""
+    A, B, C = real_address(A, BY_TABLE), real_address(B, BY_TABLE), real_address(C, BY_TABLE)
     head = tl.program_id(1)
     if head < LINES * HEADS_A:
         _sort(

@@ -18,6 +18,18 @@ from focus_attn.attention import cudnn, sorted_rows, triton_plan
 from focus_attn.attention.call import AttentionCall
 from focus_attn.attention.launch import Setup
 from focus_attn.attention.sorted_rows import Copy, room_for, sort_rows
+from focus_attn.attention.triton_plan import SquarePlan
+
+
+class Room(NamedTuple):
+    """What a forward writes on its way: the plan, sorted copies of some heads, and what cuDNN needs."""
+
+    plan: SquarePlan
+    q: Tensor  # [B, 1, T, heads, D], and the groups' outputs after it
+    k: Tensor
+    v: Tensor
+    lse: Tensor  # [B, 1, T, heads, 1] fp32
+    workspace: Tensor
 
 
 class Seed(NamedTuple):
@@ -55,19 +67,36 @@ def _serves(call: AttentionCall) -> bool:
 
 def square_forward(call: AttentionCall, setup: Setup, out: Tensor, lse: Tensor) -> None:
     """Fills out [B, H, T, Dv] and lse [B, H, T]."""
+    launch_forward(call, setup, make_room(call, setup), out, lse)
+
+
+def make_room(call: AttentionCall, setup: Setup) -> Room:
+    step, shape = heads_at_once(call, setup)
+    q, k, v = room_for(call, step, "qkv")
+    workspace = cudnn.room_for_forward(shape)
+    return Room(triton_plan.room_for_square(call), q, k, v, _room_for_lse(call, shape), workspace)
+
+
+def launch_forward(call: AttentionCall, setup: Setup, room: Room, out: Tensor, lse: Tensor) -> None:
+    """Launches alone, and no new tensors: a CUDA graph can hold them."""
     from focus_attn.attention.triton import launch_near
 
-    step, shape = setup.once("square forward", lambda: _step_and_shape(call, copies=3))
-    plan = triton_plan.plan_square(call, setup, shape.heads, shape.kv_heads)
-    slots, (q, k, v), part_lse = plan.slots, room_for(call, step, "qkv"), None
+    step, shape = heads_at_once(call, setup)
+    plan, q, k, v, part_lse, workspace = room
+    triton_plan.plan_square(call, setup, plan, shape.heads, shape.kv_heads)
+    slots = plan.slots
     for first in range(0, call.k.shape[1], step):
         first_query = first * shape.heads // step
         copies = Copy(call.q, q, first_query, slots), Copy(call.k, k, first, slots), Copy(call.v, v, first, slots)
         sort_rows(setup, "q, k, v", *copies)
-        if part_lse is None:  # made only now: the device has something to do by then
-            part_lse = _room_for_lse(call, shape)
-        cudnn.forward(shape, plan.jobs, q, k, v, q, part_lse)
+        cudnn.forward(shape, plan.jobs, q, k, v, q, part_lse, workspace)
         launch_near(call, setup, None, out, lse, Seed(plan.places, q, part_lse, first, step))
+
+
+def heads_at_once(call: AttentionCall, setup: Setup) -> tuple[int, cudnn.Shape]:
+    """KV heads that a forward does at a time, and cuDNN's graph for them."""
+    answer: tuple[int, cudnn.Shape] = setup.once("square forward", lambda: _step_and_shape(call, copies=3))
+    return answer
 
 
 def group_gradients(
@@ -78,7 +107,8 @@ def group_gradients(
     The tensors are used again for the next heads.
     """
     step, shape = setup.once("square backward", lambda: _step_and_shape(call, copies=10))
-    plan = triton_plan.plan_square(call, setup, shape.heads, shape.kv_heads)
+    plan = triton_plan.room_for_square(call)
+    triton_plan.plan_square(call, setup, plan, shape.heads, shape.kv_heads)
     slots, sorted_lse = plan.slots, _room_for_lse(call, shape)
     q, k, v, sorted_out, sorted_grad, dq, dk, dv = room_for(call, step, "qkvqqqkv")
     for first in range(0, call.k.shape[1], step):

@@ -1,9 +1,28 @@
-"""What the kernels share: which rows a tile has, and how they are loaded."""
+"""What the kernels share: where tensors lie, which rows a tile has, and how they are loaded."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["a", "b", "c", "d", "e", "f"])
+def fill_table_kernel(TABLE, a: tl.int64, b: tl.int64, c: tl.int64, d: tl.int64, e: tl.int64, f: tl.int64):
+    """Six addresses, 16 bytes apart."""
+    tl.store(TABLE, a)
+    tl.store(TABLE + 2, b)
+    tl.store(TABLE + 4, c)
+    tl.store(TABLE + 6, d)
+    tl.store(TABLE + 8, e)
+    tl.store(TABLE + 10, f)
+
+
+@triton.jit
+def real_address(X, BY_TABLE: tl.constexpr):
+    """X; or where BY_TABLE, X then being an entry of a table of addresses, what that entry points to."""
+    if BY_TABLE:
+        X = tl.multiple_of(tl.load(X.to(tl.pointer_type(tl.int64))).to(X.dtype), 16)
+    return X
 
 
 @triton.jit

@@ -10,18 +10,20 @@ their ids, the groups are plain causal attentions: cuDNN does those, see `square
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from focus_attn.attention import bulk, sorted_rows, square, triton_plan
+from focus_attn.attention import bulk, recorded, sorted_rows, square, triton_plan
 from focus_attn.attention.call import AttentionCall
 from focus_attn.attention.device_plan import FarPlan, NearPlan, places, plan_far, plan_near
 from focus_attn.attention.launch import Setup, Tile, ceil_div, power_of_2, setup_for, with_ids_in_a_row
 from focus_attn.attention.merge import merge_sink_logits
 from focus_attn.attention.sorted_rows import Copy, room_for, sort_rows
-from focus_attn.attention.tiles import load_rows, packed_rows, tile_of_group
+from focus_attn.attention.tiles import load_rows, packed_rows, real_address, tile_of_group
 from focus_attn.visibility import EVERYTHING
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -95,10 +97,12 @@ def _near_kernel(
     PLAIN: tl.constexpr, SQUARE: tl.constexpr, SINKS: tl.constexpr,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, G: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BY_TABLE: tl.constexpr,
 ):  # fmt: skip
     """PLAIN: slots are positions, so that ranges are known. SQUARE: PART has what each query saw in its own group,
     sorted by group (PLACES), and only pairs of different IDS are left to see."""
+    Q, K, V = real_address(Q, BY_TABLE), real_address(K, BY_TABLE), real_address(V, BY_TABLE)
+    OUT, LSE, IDS = real_address(OUT, BY_TABLE), real_address(LSE, BY_TABLE), real_address(IDS, BY_TABLE)
     kv_head, batch = first_head + tl.program_id(1), tl.program_id(2).to(tl.int64)
     at, live, head = packed_rows(tl.program_id(0) * (BLOCK_M // G), num_queries, kv_head, G, BLOCK_M)
     slot = at.to(tl.int64)
@@ -266,6 +270,18 @@ def tile_for(kernel: str, call: AttentionCall) -> Tile:
 
 def triton_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """out [B, H, Tq, Dv] in the dtype of v, logsumexp [B, H, Tq] fp32."""
+    return _forward(call, square.square_forward)
+
+
+def triton_inference(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """The same outside of PyTorch's operators, where short calls may be recorded: inside, a compiler may be at work
+    that recycles all memory that it does not know of."""
+    return _forward(call, recorded.square_forward)
+
+
+def _forward(
+    call: AttentionCall, square_forward: Callable[[AttentionCall, Setup, Tensor, Tensor], None]
+) -> tuple[Tensor, Tensor]:
     batch, heads, num_queries, _ = call.q.shape
     # Laid out as the model wants it next: [B, Tq, H, Dv], seen as [B, H, Tq, Dv].
     width = call.v.shape[-1]
@@ -282,12 +298,12 @@ def triton_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
     call = with_ids_in_a_row(call)
     setup = setup_for(call)
     if square.serves(call, setup):
-        square.square_forward(call, setup, out, lse)
+        square_forward(call, setup, out, lse)
     else:
         _near_and_far(call, setup, out, lse)
     if call.sink_logits is not None:
         out, lse = merge_sink_logits(out.float(), lse, call.sink_logits)
-    return out.to(call.v.dtype), lse
+    return out if out.dtype == call.v.dtype else out.to(call.v.dtype), lse
 
 
 def _near_and_far(call: AttentionCall, setup: Setup, out: Tensor, lse: Tensor) -> None:

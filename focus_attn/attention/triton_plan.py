@@ -19,6 +19,7 @@ from focus_attn.attention.call import AttentionCall
 from focus_attn.attention.cudnn import Jobs
 from focus_attn.attention.device_plan import FarPlan
 from focus_attn.attention.launch import Setup, ceil_div, power_of_2
+from focus_attn.attention.tiles import real_address
 
 MOST_GROUPS = 127  # a histogram row is kept in registers
 COUNTS_AT_ONCE = 64
@@ -58,10 +59,11 @@ def _sum_counts(COUNTS, block, blocks, WIDTH: tl.constexpr, CHUNK: tl.constexpr)
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "num_sinks", "blocks"])
 def _count_kernel(
     QUERY_IDS, KEY_IDS, COUNTS, num_queries, num_keys, num_sinks, blocks,
-    GROUPS: tl.constexpr, CHOICES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr, CHOICES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BY_TABLE: tl.constexpr,
 ):  # fmt: skip
     """Program (block, side, line): side 0 is the keys', side 1 + c that of the queries' choice c."""
     block, side, line = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    QUERY_IDS, KEY_IDS = real_address(QUERY_IDS, BY_TABLE), real_address(KEY_IDS, BY_TABLE)
     at = block * BLOCK + tl.arange(0, BLOCK)
     ids = tl.full([BLOCK], GROUPS, tl.int32)
     if side == 0:
@@ -84,13 +86,14 @@ def _place_kernel(
     QUERY_IDS, KEY_IDS, COUNTS, QUERY_SLOTS, RANGES, STARTS, KEY_SLOTS, KEY_STARTS, SEEN_BY, PLACES, LENGTHS, OFFSETS,
     num_queries, num_keys, num_sinks, blocks, window, query_unit, key_unit, lse_unit,
     GROUPS: tl.constexpr, CHOICES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    SQUARE: tl.constexpr, BACKWARD: tl.constexpr,
+    SQUARE: tl.constexpr, BACKWARD: tl.constexpr, BY_TABLE: tl.constexpr,
 ):  # fmt: skip
     """Program (block, side, line). Sides: the queries' choices, then the keys, once for each choice in the backward.
 
     SQUARE: only the keys' side; PLACES is the inverse order, LENGTHS and OFFSETS are the groups as cuDNN wants them.
     """
     block, side, line = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    QUERY_IDS, KEY_IDS = real_address(QUERY_IDS, BY_TABLE), real_address(KEY_IDS, BY_TABLE)
     if SQUARE:
         side += CHOICES
     is_query = side < CHOICES
@@ -188,7 +191,9 @@ def plan_far(call: AttentionCall, setup: Setup, backward: bool = False) -> tuple
     key_starts = torch.empty(batch, routers, groups + 1, dtype=torch.int32, device=device)
     seen_by = torch.empty(batch, routers, choices, 2, num_keys, dtype=torch.int32, device=device) if backward else None
     query_ids, key_ids = call.query_groups, call.key_groups
-    sizes, blocks, counts = _count(call, setup, query_ids, key_ids, call.pattern.num_sinks)
+    sizes, blocks = _sizes(call)
+    counts = _room_for_counts(call, sizes, blocks)
+    _count(call, setup, sizes, blocks, query_ids, key_ids, counts, call.pattern.num_sinks)
     setup.launch(
         ("place", backward), _place_kernel, (blocks, choices + (choices if backward else 1), lines),
         (
@@ -208,17 +213,25 @@ class SquarePlan(NamedTuple):
     slots: Tensor  # [B, 1, T] int32: which token stands at each place
     places: Tensor  # [B, 1, T] int32: where each token stands
     jobs: Jobs  # the groups of all rows one after the other
+    counts: Tensor  # the histograms it is made from
 
 
-def plan_square(call: AttentionCall, setup: Setup, heads: int, kv_heads: int) -> SquarePlan:
-    """heads, kv_heads: of the sorted copies that the groups' offsets are for."""
+def room_for_square(call: AttentionCall) -> SquarePlan:
+    """A plan that is still to be made."""
     batch, num_keys, groups, device = call.k.shape[0], call.k.shape[2], call.pattern.num_groups, call.q.device
-    ids, width = call.key_groups, call.q.shape[-1]
-    sizes, blocks, counts = _count(call, setup, ids, ids, num_sinks=0)
     slots = torch.empty(batch, 1, num_keys, dtype=torch.int32, device=device)
     places = torch.empty(batch, 1, num_keys, dtype=torch.int32, device=device)
     lengths = torch.empty(batch * groups, dtype=torch.int32, device=device)
     offsets = torch.empty(3, batch * groups + 1, dtype=torch.int64, device=device)
+    return SquarePlan(slots, places, Jobs(lengths, lengths, offsets), _room_for_counts(call, *_sizes(call)))
+
+
+def plan_square(call: AttentionCall, setup: Setup, plan: SquarePlan, heads: int, kv_heads: int) -> None:
+    """Fills `plan`. heads, kv_heads: of the sorted copies that the groups' offsets are for."""
+    batch, num_keys, ids, width = call.k.shape[0], call.k.shape[2], call.key_groups, call.q.shape[-1]
+    slots, places, (lengths, _, offsets), counts = plan
+    sizes, blocks = _sizes(call)
+    _count(call, setup, sizes, blocks, ids, ids, counts, num_sinks=0)
     setup.launch(
         "place square", _place_kernel, (blocks, 1, batch),
         (
@@ -227,20 +240,27 @@ def plan_square(call: AttentionCall, setup: Setup, heads: int, kv_heads: int) ->
         ),
         lambda: {**sizes, "CHUNK": COUNTS_AT_ONCE, "SQUARE": True, "BACKWARD": False},
     )  # fmt: skip
-    return SquarePlan(slots, places, Jobs(lengths, lengths, offsets))
+
+
+def _sizes(call: AttentionCall) -> tuple[dict[str, int], int]:
+    """The constants that both kernels share, and blocks of tokens."""
+    longest, width = max(call.q.shape[2], call.k.shape[2]), power_of_2(call.pattern.num_groups + 1)
+    block = 256 if longest <= SHORT else max(128, min(1024, 16384 // width))
+    choices = call.query_groups.shape[-1]
+    sizes = {"GROUPS": call.pattern.num_groups, "CHOICES": choices, "WIDTH": width, "BLOCK": block}
+    return sizes, ceil_div(longest, block)
+
+
+def _room_for_counts(call: AttentionCall, sizes: dict[str, int], blocks: int) -> Tensor:
+    lines = call.q.shape[0] * call.query_groups.shape[1]
+    return torch.empty(lines, sizes["CHOICES"] + 1, blocks, sizes["WIDTH"], dtype=torch.int32, device=call.q.device)
 
 
 def _count(
-    call: AttentionCall, setup: Setup, query_ids: Tensor, key_ids: Tensor, num_sinks: int
-) -> tuple[dict[str, int], int, Tensor]:
-    batch, routers, num_queries, choices = call.query_groups.shape
-    longest, width = max(num_queries, call.k.shape[2]), power_of_2(call.pattern.num_groups + 1)
-    block = 256 if longest <= SHORT else max(128, min(1024, 16384 // width))
-    sizes = {"GROUPS": call.pattern.num_groups, "CHOICES": choices, "WIDTH": width, "BLOCK": block}
-    blocks = ceil_div(longest, block)
-    counts = torch.empty(batch * routers, choices + 1, blocks, width, dtype=torch.int32, device=call.q.device)
+    call: AttentionCall, setup: Setup, sizes: dict[str, int], blocks: int,
+    query_ids: Tensor, key_ids: Tensor, counts: Tensor, num_sinks: int,
+) -> None:  # fmt: skip
     setup.launch(
-        "count", _count_kernel, (blocks, choices + 1, batch * routers),
-        (query_ids, key_ids, counts, num_queries, call.k.shape[2], num_sinks, blocks), lambda: sizes,
+        "count", _count_kernel, (blocks, counts.shape[1], counts.shape[0]),
+        (query_ids, key_ids, counts, call.q.shape[2], call.k.shape[2], num_sinks, blocks), lambda: sizes,
     )  # fmt: skip
-    return sizes, blocks, counts
