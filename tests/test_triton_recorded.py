@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 from test_triton import DEVICE, ON_GPU, fake_cudnn
 
 from focus_attn import focus_attention
-from focus_attn.attention import cudnn, launch, recorded, square
+from focus_attn.attention import call, cudnn, launch, recorded, square
 from focus_attn.attention.launch import setup_for
 
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
@@ -31,6 +31,7 @@ on_gpu = pytest.mark.skipif(not HAS_CUDNN, reason="needs a CUDA device and nvidi
 def _nothing_recorded() -> Iterator[None]:
     recorded._recordings.clear()
     launch._setups.clear()
+    call._passed.clear()
     yield
     recorded._recordings.clear()
 

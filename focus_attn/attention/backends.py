@@ -23,18 +23,24 @@ MOST_GROUPS_AS_BITS = 63
 
 def run_backend(name: str, call: AttentionCall) -> tuple[Tensor, Tensor]:
     """out [B, H, Tq, Dv], logsumexp [B, H, Tq]; ValueError where the backend cannot serve the call."""
-    if name not in BACKENDS:
-        raise ValueError(f"unknown `backend` {name!r}: choose from 'auto', {', '.join(map(repr, BACKENDS))}")
-    why_not = reason_against(name, call)
-    if why_not is not None:
-        raise ValueError(f"backend {name!r} {why_not}")
+    if name not in call.known:
+        if name not in BACKENDS:
+            raise ValueError(f"unknown `backend` {name!r}: choose from 'auto', {', '.join(map(repr, BACKENDS))}")
+        why_not = reason_against(name, call)
+        if why_not is not None:
+            raise ValueError(f"backend {name!r} {why_not}")
+        call.known[name] = True
     return BACKENDS[name](call)
 
 
 def choose_backend(call: AttentionCall) -> str:
     """The fastest exact backend for a call: never a change of meaning."""
-    order = ("triton", "stock") if call.q.device.type == "cuda" else ("stock",)
-    return next((name for name in order if reason_against(name, call) is None), "reference")
+    chosen: str | None = call.known.get("auto")
+    if chosen is None:
+        order = ("triton", "stock") if call.q.device.type == "cuda" else ("stock",)
+        chosen = next((name for name in order if reason_against(name, call) is None), "reference")
+        call.known["auto"] = chosen
+    return chosen
 
 
 def explain(call: AttentionCall) -> list[tuple[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ class AttentionCall:
     sink_logits: Tensor | None = None  # [H]
     query_gate: Tensor | None = None  # [B, R, Tq, K]
     key_gate: Tensor | None = None  # [B, R, Tk, K]
+    # What was found out about calls with the same layouts and numbers, shared by all of them.
+    known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 def make_call(
@@ -61,7 +63,7 @@ def make_call(
         q, k, v, query_groups, key_groups, num_groups, window, num_sinks, scale, softcap, sliding_window, sink_logits,
         key_padding_mask, query_positions, key_positions, query_segments, key_segments, query_gate, key_gate,
     )  # fmt: skip
-    _check_once(given)
+    known = _check_once(given)
     if value_checks(q):
         _check_ids("query_groups", query_groups, num_groups)
         _check_ids("key_groups", key_groups, num_groups)
@@ -87,29 +89,39 @@ def make_call(
         sink_logits,
         query_gate,
         key_gate,
+        known,
     )
 
 
-_passed: set[Any] = set()
+MOST_KINDS = 4096
+_passed: dict[Any, dict[Any, Any]] = {}
 
 
-def _check_once(given: tuple[Any, ...]) -> None:
-    """`_check`, unless a call with the same shapes, dtypes and numbers has passed: a model's layers ask the same."""
+def _check_once(given: tuple[Any, ...]) -> dict[Any, Any]:
+    """`_check`, unless a call with the same layouts, dtypes and numbers has passed: a model's layers ask the same.
+    -> what is known of such calls."""
     if torch.compiler.is_compiling():
         _check(*given)
-        return
-    key = tuple(
-        [x if x is None else (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x) for x in given]
-    )
+        return {}
+    key = tuple([x if x is None else _layout(x) if isinstance(x, Tensor) else (type(x), x) for x in given])
     try:
-        if key in _passed:
-            return
+        known = _passed.get(key)
     except TypeError:  # what cannot be a key cannot pass either
-        pass
-    _check(*given)
-    if len(_passed) >= 4096:
-        _passed.clear()
-    _passed.add(key)
+        known = None
+    if known is None:
+        _check(*given)
+        if len(_passed) >= MOST_KINDS:
+            _passed.clear()
+        known = _passed[key] = {}
+    return known
+
+
+def _layout(x: Tensor) -> tuple[Any, ...]:
+    try:
+        aligned = x.data_ptr() % 16 == 0
+    except RuntimeError:  # a tensor without memory, as compilers and functional transforms have them
+        aligned = None
+    return x.shape, x.stride(), aligned, x.dtype, x.device
 
 
 def _check(

@@ -128,7 +128,7 @@ def make_operator(
     def attention(call: AttentionCall) -> tuple[Tensor, Tensor]:
         if not _needs_operator(call):
             out, lse = without_operator(call)
-            return out.to(call.v.dtype), lse
+            return out if out.dtype == call.v.dtype else out.to(call.v.dtype), lse
         tokens, pattern = call.tokens, call.pattern
         out, lse, _ = operator(
             call.q, call.k, call.v, call.query_groups, call.key_groups, *tokens[:4],
@@ -146,10 +146,15 @@ def _needs_operator(call: AttentionCall) -> bool:
     way through its dispatcher, some 0.05 ms, is saved."""
     if torch.compiler.is_compiling() or torch.is_autocast_enabled(call.q.device.type):
         return True
-    learned = call.q, call.k, call.v, call.sink_logits, call.query_gate, call.key_gate
-    if any(x is not None and type(x) is not Tensor and not isinstance(x, torch.nn.Parameter) for x in learned):
-        return True  # a subclass or a functional transform wants to know what is called
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned)
+    grad = torch.is_grad_enabled()
+    for x in (call.q, call.k, call.v, call.sink_logits, call.query_gate, call.key_gate):
+        if x is None:
+            continue
+        if type(x) is not Tensor and not isinstance(x, torch.nn.Parameter):
+            return True  # a subclass or a functional transform wants to know what is called
+        if grad and x.requires_grad:
+            return True
+    return False
 
 
 def _call(

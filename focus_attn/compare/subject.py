@@ -110,7 +110,7 @@ class Workshop:
             texts.train_documents(max(recipe.lengths().values())),
             recipe,
             output=run,
-            device=str(next(self.model.parameters()).device),
+            device=next(self.model.parameters()).device.type,
             time_limit=None if self.deadline == math.inf else max(1.0, self.deadline - time.monotonic()),
             log=self.log,
             progress=self.progress,
