@@ -1,9 +1,9 @@
 """The `triton` backend's backward, from the merged output and logsumexp.
 
-Each pass of the forward has two here: one in query order for dq, one in key order for dk and dv, which walks the same
-ranges from the keys' side. Keys (queries) that every row of a tile meets need no mask, the edges do. Every row is
-written by one program at a time, so results repeat bit for bit; where a key belongs to several groups its gradients
-meet in atomic additions, or one group after the other when PyTorch is asked for deterministic algorithms.
+Each pass of the forward has two kernels (`backward_kernels.py`): one in query order for dq, one in key order for dk
+and dv. Every row is written by one program at a time, so results repeat bit for bit; where a key belongs to several
+groups its gradients meet in atomic additions, or one group after the other when PyTorch is asked for deterministic
+algorithms.
 """
 
 from __future__ import annotations
@@ -11,393 +11,18 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from focus_attn.attention import square, triton_plan
+from focus_attn.attention.backward_kernels import delta_kernel, key_side_kernel, query_side_kernel, sink_kernel
 from focus_attn.attention.call import AttentionCall
 from focus_attn.attention.device_plan import FarPlan, places, plan_far, plan_near, seen_by
 from focus_attn.attention.launch import Setup, ceil_div, power_of_2, setup_for, with_ids_in_a_row
 from focus_attn.attention.merge import sink_logits_grad
 from focus_attn.attention.stock import Gradients
-from focus_attn.attention.tiles import load_rows, packed_rows, tile_of_group
-from focus_attn.attention.triton import (
-    LENGTHS,
-    LOG2E,
-    can_meet_twice,
-    has_far_pairs,
-    rows_and_strides,
-    set_bits,
-    tile_for,
-)
+from focus_attn.attention.triton import can_meet_twice, has_far_pairs, rows_and_strides, set_bits, tile_for
 
 QUERIES_A_STRETCH = 512
-
-
-@triton.jit
-def _score_grad(x, dp, lse, delta, scale, softcap, SOFTCAP: tl.constexpr):
-    """p, the gradient of the scores, and that of q . k * scale. x = q . k, lse in base 2."""
-    if SOFTCAP:
-        capped = 2 * tl.sigmoid(2 * scale * x / softcap) - 1
-        p = tl.exp2((softcap * capped) * LOG2E - lse)
-    else:
-        p = tl.exp2(x * (scale * LOG2E) - lse)
-    ds = p * (dp - delta)
-    inner = ds
-    if SOFTCAP:
-        inner = ds * (1 - capped * capped)
-    return p, ds, inner
-
-
-@triton.jit
-def _walk_keys(
-    dq, sums, q, do, lse, delta, first, last, lo, hi, barred,
-    K, V, SLOTS, BITS, k_stride, v_stride, scale, softcap,
-    PLAIN: tl.constexpr, MASKED: tl.constexpr, DEDUP: tl.constexpr, APART: tl.constexpr,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    for start in tl.range(first, last, BLOCK_N):
-        at = start + tl.arange(0, BLOCK_N)
-        inside = at < last
-        slot = at.to(tl.int64)
-        if not PLAIN:
-            slot = tl.load(SLOTS + at, mask=inside, other=0).to(tl.int64)
-        k = tl.load(K + slot[None, :] * k_stride + d[:, None], mask=inside[None, :] & (d < D)[:, None], other=0.0)
-        v = tl.load(V + slot[None, :] * v_stride + dv[:, None], mask=inside[None, :] & (dv < DV)[:, None], other=0.0)
-        x = tl.dot(q, k, input_precision=PRECISION)
-        dp = tl.dot(do, v, input_precision=PRECISION)
-        _, ds, inner = _score_grad(x, dp, lse[:, None], delta[:, None], scale, softcap, SOFTCAP)
-        if MASKED or DEDUP or APART:
-            visible = (at[None, :] >= lo[:, None]) & (at[None, :] < hi[:, None])
-            if DEDUP:
-                bits = tl.load(BITS + slot, mask=inside, other=0)
-                visible &= (bits[None, :] & barred[:, None]) == 0
-            if APART:
-                ids = tl.load(BITS + at, mask=inside, other=0).to(tl.int32)
-                visible &= ids[None, :] != barred[:, None]
-            ds, inner = tl.where(visible, ds, 0.0), tl.where(visible, inner, 0.0)
-        sums += tl.sum(ds, 1)
-        dq = tl.dot(inner.to(k.dtype), tl.trans(k), dq, input_precision=PRECISION)
-    return dq, sums
-
-
-@triton.jit
-def _walk_queries(
-    dk, dv_sum, sums, k, v, first, last, begin, end, key_bits,
-    Q, DO, LSE, DELTA, SLOTS, BARRED, kv_head, num_queries,
-    q_head, q_token, do_head, do_token, scale, softcap,
-    PLAIN: tl.constexpr, MASKED: tl.constexpr, DEDUP: tl.constexpr, APART: tl.constexpr,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, G: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """Entries begin:end of the line, each with the G heads of the KV head. Key j is met by entries first[j]:last[j]."""
-    for start in tl.range(begin, end, BLOCK_M // G):
-        at, live, head = packed_rows(start, end, kv_head, G, BLOCK_M)
-        slot = at.to(tl.int64)
-        if not PLAIN:
-            slot = tl.load(SLOTS + at, mask=live, other=0).to(tl.int64)
-        q = load_rows(Q, head, slot, q_head, q_token, live, D, BLOCK_D)
-        do = load_rows(DO, head, slot, do_head, do_token, live, DV, BLOCK_DV)
-        row = head.to(tl.int64) * num_queries + slot
-        lse = tl.load(LSE + row, mask=live, other=float("inf"))  # of a row that is not real: p = 0
-        delta = tl.load(DELTA + row, mask=live, other=0.0)
-        # Keys down, queries across: p and ds then stay in registers for the products that follow.
-        x = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-        p, ds, inner = _score_grad(x, dp, lse[None, :], delta[None, :], scale, softcap, SOFTCAP)
-        if MASKED or DEDUP or APART:
-            visible = (at[None, :] >= first[:, None]) & (at[None, :] < last[:, None])
-            if DEDUP:
-                barred = tl.load(BARRED + slot, mask=live, other=0)
-                visible &= (key_bits[:, None] & barred[None, :]) == 0
-            if APART:
-                ids = tl.load(BARRED + at, mask=live, other=0).to(tl.int32)
-                visible &= key_bits[:, None] != ids[None, :]
-            p, ds, inner = tl.where(visible, p, 0.0), tl.where(visible, ds, 0.0), tl.where(visible, inner, 0.0)
-        sums += tl.sum(ds, 1)
-        dv_sum = tl.dot(p.to(do.dtype), do, dv_sum, input_precision=PRECISION)
-        dk = tl.dot(inner.to(q.dtype), q, dk, input_precision=PRECISION)
-    return dk, dv_sum, sums
-
-
-@triton.jit(do_not_specialize=LENGTHS)
-def _query_side_kernel(
-    Q, K, V, DO, LSE, DELTA, DQ, SUMS, QUERY_SLOTS, KEY_SLOTS, RANGES, SINK_RANGES, STARTS, BITS, BARRED, PLACES, PART,
-    q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, do_batch, do_head, do_token,
-    num_queries, num_keys, num_entries, kv_heads, first_head, part_heads, routers, visit, window, num_sinks,
-    scale, softcap,
-    VISITS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
-    FAR: tl.constexpr, PLAIN: tl.constexpr, SQUARE: tl.constexpr, SINKS: tl.constexpr, RANGED: tl.constexpr,
-    DEDUP: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, G: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """dq of one pass: near writes it, or adds cuDNN's PART to it (SQUARE); far adds to what is there."""
-    ROWS: tl.constexpr = BLOCK_M // G
-    kv_head, batch = first_head + tl.program_id(1), tl.program_id(2).to(tl.int64)
-    router = batch * routers + tl.where(routers == 1, 0, kv_head)
-    line = router * VISITS + visit
-    ranges = RANGES + line * 2 * num_queries
-    begin, end = tl.program_id(0) * ROWS, num_queries
-    if FAR:
-        _, begin, end = tile_of_group(STARTS + line * (GROUPS + 1), tl.program_id(0), ROWS, GROUPS, BLOCK_GROUPS)
-        if begin >= end:
-            return
-    at, live, head = packed_rows(begin, end, kv_head, G, BLOCK_M)
-    slot = at.to(tl.int64)
-    if PLAIN:
-        hi = at + num_keys - num_queries + 1
-        lo = tl.maximum(hi - 1 - window, 0)
-        lo, hi = tl.where(live, lo, num_entries), tl.where(live, hi, 0)
-    else:
-        lo = tl.load(ranges + at, mask=live, other=num_entries)
-        hi = tl.load(ranges + num_queries + at, mask=live, other=0)
-        slot = tl.load(QUERY_SLOTS + line * num_queries + at, mask=live, other=0).to(tl.int64)
-    barred, bits = lo, BITS
-    if DEDUP:
-        barred, bits = tl.load(BARRED + line * num_queries + slot, mask=live, other=0), BITS + router * num_keys
-    if SQUARE:
-        bits = BITS + batch * num_keys
-        barred = tl.load(bits + at, mask=live, other=0).to(tl.int32)
-    d = tl.arange(0, BLOCK_D)
-    row = (batch * kv_heads * G + head) * num_queries + slot
-    q = load_rows(Q + batch * q_batch, head, slot, q_head, q_token, live, D, BLOCK_D)
-    do = load_rows(DO + batch * do_batch, head, slot, do_head, do_token, live, DV, BLOCK_DV)
-    lse = tl.load(LSE + row, mask=live, other=float("inf"))
-    delta = tl.load(DELTA + row, mask=live, other=0.0)
-    dq, sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.zeros([BLOCK_M], tl.float32)
-    keys = K + batch * k_batch + kv_head.to(tl.int64) * k_head
-    values = V + batch * v_batch + kv_head.to(tl.int64) * v_head
-    slots = KEY_SLOTS + router * num_entries
-    seen = hi > lo
-    first, last = tl.min(tl.where(seen, lo, num_entries)), tl.max(tl.where(seen, hi, 0))
-    if FAR:  # within a group, ranges never move back
-        lo_last, hi_first = tl.max(tl.where(live, lo, 0)), tl.min(tl.where(live, hi, num_entries))
-        full_first = first + (tl.maximum(lo_last - first, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
-        full_last = full_first + tl.maximum(hi_first - full_first, 0) // BLOCK_N * BLOCK_N
-        if RANGED:
-            dq, sums = _walk_keys(
-                dq, sums, q, do, lse, delta, first, tl.minimum(full_first, last), lo, hi, barred,
-                keys, values, slots, bits, k_token, v_token, scale, softcap,
-                False, True, DEDUP, False, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
-            )  # fmt: skip
-        dq, sums = _walk_keys(
-            dq, sums, q, do, lse, delta, full_first, full_last, lo, hi, barred,
-            keys, values, slots, bits, k_token, v_token, scale, softcap,
-            False, False, DEDUP, False, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
-        )  # fmt: skip
-        first = full_last
-    dq, sums = _walk_keys(
-        dq, sums, q, do, lse, delta, first, last, lo, hi, barred,
-        keys, values, slots, bits, k_token, v_token, scale, softcap,
-        PLAIN, True, DEDUP, SQUARE, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
-    )  # fmt: skip
-    if SINKS:
-        if PLAIN:
-            hi = tl.where(live, tl.minimum(lo, num_sinks), 0)
-            lo = tl.zeros_like(hi)
-        else:
-            lo = tl.load(SINK_RANGES + line * 2 * num_queries + at, mask=live, other=num_entries)
-            hi = tl.load(SINK_RANGES + line * 2 * num_queries + num_queries + at, mask=live, other=0)
-        first, last = tl.min(tl.where(hi > lo, lo, num_entries)), tl.max(tl.where(hi > lo, hi, 0))
-        dq, sums = _walk_keys(
-            dq, sums, q, do, lse, delta, first, last, lo, hi, barred,
-            keys, values, slots, bits, k_token, v_token, scale, softcap,
-            PLAIN, True, False, SQUARE, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, 16,
-        )  # fmt: skip
-    into = DQ + row[:, None] * D + d[None, :]
-    held = live[:, None] & (d < D)[None, :]
-    dq *= scale
-    if SQUARE:
-        place = batch * num_queries + tl.load(PLACES + batch * num_queries + at, mask=live, other=0)
-        part = PART + (place * part_heads + head - first_head * G)[:, None] * D + d[None, :]
-        dq += tl.load(part, mask=held, other=0.0).to(tl.float32)
-    if FAR:
-        dq += tl.load(into, mask=held, other=0.0)
-        tl.store(SUMS + ((batch * kv_heads * G + head) * VISITS + visit) * num_queries + slot, sums, mask=live)
-    tl.store(into, dq.to(DQ.dtype.element_ty), mask=held)
-
-
-@triton.jit(do_not_specialize=[*LENGTHS, "turn"])
-def _key_side_kernel(
-    Q, K, V, DO, LSE, DELTA, DK, DV_OUT, SUMS, QUERY_SLOTS, KEY_SLOTS, SEEN_BY, SINK_SEEN_BY, STARTS, ENTRIES,
-    BITS, BARRED, PLACES, PART_K, PART_V, SINK_K, SINK_V,
-    q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, do_batch, do_head, do_token,
-    num_queries, num_keys, num_entries, kv_heads, first_head, part_heads, routers, visit, window, num_sinks,
-    scale, softcap, turn,
-    VISITS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
-    FAR: tl.constexpr, PLAIN: tl.constexpr, SQUARE: tl.constexpr, SINKS: tl.constexpr, RANGED: tl.constexpr,
-    DEDUP: tl.constexpr, CHOICES: tl.constexpr, ATOMIC: tl.constexpr,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, G: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """dk and dv of one pass: near writes them, or adds cuDNN's (SQUARE); far adds to what is there. In plain calls,
-    what comes to the sinks from beyond the window was summed by `_sink_kernel`."""
-    kv_head, batch = first_head + tl.program_id(1), tl.program_id(2).to(tl.int64)
-    router = batch * routers + tl.where(routers == 1, 0, kv_head)
-    line = router * VISITS + visit
-    start, stop = tl.program_id(0) * BLOCK_N, num_entries
-    if FAR:
-        _, start, stop = tile_of_group(STARTS + router * (GROUPS + 1), tl.program_id(0), BLOCK_N, GROUPS, BLOCK_GROUPS)
-        if start >= stop:
-            return
-    at = start + tl.arange(0, BLOCK_N)
-    live = at < stop
-    slot = at.to(tl.int64)
-    if PLAIN:  # the query at place i has position i + num_keys - num_queries
-        own = at - num_keys + num_queries
-        first = tl.where(live, tl.maximum(own, 0), num_queries)
-        last = tl.where(live, tl.minimum(tl.maximum(own + window + 1, 0), num_queries), 0)
-    else:
-        slot = tl.load(KEY_SLOTS + router * num_entries + at, mask=live, other=0).to(tl.int64)
-        first = tl.load(SEEN_BY + line * 2 * num_entries + at, mask=live, other=num_queries)
-        last = tl.load(SEEN_BY + line * 2 * num_entries + num_entries + at, mask=live, other=0)
-    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    k = load_rows(K + batch * k_batch, kv_head, slot, k_head, k_token, live, D, BLOCK_D)
-    v = load_rows(V + batch * v_batch, kv_head, slot, v_head, v_token, live, DV, BLOCK_DV)
-    key_bits, barred = first, BARRED
-    if DEDUP:
-        key_bits = tl.load(BITS + router * num_keys + slot, mask=live, other=0)
-        barred = BARRED + line * num_queries
-    if SQUARE:
-        barred = BITS + batch * num_keys
-        key_bits = tl.load(barred + at, mask=live, other=0).to(tl.int32)
-    dk, dv_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    sums = tl.zeros([BLOCK_N], tl.float32)
-    queries, grads = Q + batch * q_batch, DO + batch * do_batch
-    rows = batch * kv_heads * G * num_queries
-    query_slots = QUERY_SLOTS + line * num_queries
-    met = last > first
-    begin, end = tl.min(tl.where(met, first, num_queries)), tl.max(tl.where(met, last, 0))
-    if FAR:
-        ROWS: tl.constexpr = BLOCK_M // G
-        first_last, last_first = tl.max(tl.where(live, first, 0)), tl.min(tl.where(live, last, num_queries))
-        full_begin = begin + (tl.maximum(first_last - begin, 0) + ROWS - 1) // ROWS * ROWS
-        full_end = full_begin + tl.maximum(last_first - full_begin, 0) // ROWS * ROWS
-        dk, dv_sum, sums = _walk_queries(
-            dk, dv_sum, sums, k, v, first, last, begin, tl.minimum(full_begin, end), key_bits,
-            queries, grads, LSE + rows, DELTA + rows, query_slots, barred,
-            kv_head, num_queries, q_head, q_token, do_head, do_token, scale, softcap,
-            False, True, DEDUP, False, SOFTCAP, PRECISION, G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
-        )  # fmt: skip
-        dk, dv_sum, sums = _walk_queries(
-            dk, dv_sum, sums, k, v, first, last, full_begin, full_end, key_bits,
-            queries, grads, LSE + rows, DELTA + rows, query_slots, barred,
-            kv_head, num_queries, q_head, q_token, do_head, do_token, scale, softcap,
-            False, False, DEDUP, False, SOFTCAP, PRECISION, G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
-        )  # fmt: skip
-        begin = tl.maximum(full_end, begin)
-    dk, dv_sum, sums = _walk_queries(
-        dk, dv_sum, sums, k, v, first, last, begin, end, key_bits,
-        queries, grads, LSE + rows, DELTA + rows, query_slots, barred,
-        kv_head, num_queries, q_head, q_token, do_head, do_token, scale, softcap,
-        PLAIN, True, DEDUP, SQUARE, SOFTCAP, PRECISION, G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
-    )  # fmt: skip
-    if SINKS and not PLAIN:
-        first = tl.load(SINK_SEEN_BY + line * 2 * num_entries + at, mask=live, other=num_queries)
-        last = tl.load(SINK_SEEN_BY + line * 2 * num_entries + num_entries + at, mask=live, other=0)
-        begin = tl.min(tl.where(last > first, first, num_queries))
-        end = tl.max(tl.where(last > first, last, 0))
-        dk, dv_sum, sums = _walk_queries(
-            dk, dv_sum, sums, k, v, first, last, begin, end, key_bits,
-            queries, grads, LSE + rows, DELTA + rows, query_slots, barred,
-            kv_head, num_queries, q_head, q_token, do_head, do_token, scale, softcap,
-            PLAIN, True, False, SQUARE, SOFTCAP, PRECISION, G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
-        )  # fmt: skip
-    dk *= scale
-    row = (batch * kv_heads + kv_head) * num_keys + slot
-    into_k, into_v = DK + row[:, None] * D + d[None, :], DV_OUT + row[:, None] * DV + dv[None, :]
-    if FAR:
-        tl.store(SUMS + ((batch * kv_heads + kv_head) * VISITS + visit) * num_entries + at, sums, mask=live)
-        live = met
-    if CHOICES > 1 and not ATOMIC:  # one of a key's groups at a time
-        live &= tl.load(ENTRIES + router * num_entries + at, mask=live, other=0) % CHOICES == turn
-    held_k, held_v = live[:, None] & (d < D)[None, :], live[:, None] & (dv < DV)[None, :]
-    if SQUARE:
-        place = batch * num_keys + tl.load(PLACES + batch * num_keys + at, mask=live, other=0)
-        part = (place * part_heads + kv_head - first_head)[:, None]
-        dk += tl.load(PART_K + part * D + d[None, :], mask=held_k, other=0.0).to(tl.float32)
-        dv_sum += tl.load(PART_V + part * DV + dv[None, :], mask=held_v, other=0.0).to(tl.float32)
-    if SINKS and PLAIN:
-        sink = ((batch * tl.num_programs(1) + tl.program_id(1)) * num_sinks + at)[:, None]
-        a_sink = (at < num_sinks)[:, None]
-        dk += tl.load(SINK_K + sink * D + d[None, :], mask=held_k & a_sink, other=0.0)
-        dv_sum += tl.load(SINK_V + sink * DV + dv[None, :], mask=held_v & a_sink, other=0.0)
-    if ATOMIC:
-        tl.atomic_add(into_k, dk, mask=held_k)
-        tl.atomic_add(into_v, dv_sum, mask=held_v)
-    else:
-        if FAR:
-            dk += tl.load(into_k, mask=held_k, other=0.0)
-            dv_sum += tl.load(into_v, mask=held_v, other=0.0)
-        tl.store(into_k, dk.to(DK.dtype.element_ty), mask=held_k)
-        tl.store(into_v, dv_sum.to(DV_OUT.dtype.element_ty), mask=held_v)
-
-
-@triton.jit(do_not_specialize=[*LENGTHS, "stretch"])
-def _sink_kernel(
-    Q, K, V, DO, LSE, DELTA, DK, DV_OUT, IDS,
-    q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, do_batch, do_head, do_token,
-    num_queries, num_keys, kv_heads, first_head, window, num_sinks, scale, softcap, stretch,
-    SQUARE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, G: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """What a stretch of queries gives to sinks that lie beyond their windows. Every query meets the few sinks: program
-    (stretch, KV head, row and block of sinks) writes its own part, to be summed."""
-    kv_head, blocks = first_head + tl.program_id(1), (num_sinks + BLOCK_N - 1) // BLOCK_N
-    batch, block = (tl.program_id(2) // blocks).to(tl.int64), tl.program_id(2) % blocks
-    at = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    live = at < num_sinks
-    slot = at.to(tl.int64)
-    past = at - num_keys + num_queries + window + 1  # the first query whose window does not hold the key
-    first = tl.where(live, tl.maximum(past, 0), num_queries)
-    last = tl.where(live, num_queries, 0)
-    begin = tl.maximum(tl.program_id(0) * stretch, tl.min(first))
-    end = tl.minimum(tl.program_id(0) * stretch + stretch, num_queries)
-    k = load_rows(K + batch * k_batch, kv_head, slot, k_head, k_token, live, D, BLOCK_D)
-    v = load_rows(V + batch * v_batch, kv_head, slot, v_head, v_token, live, DV, BLOCK_DV)
-    ids, key_ids = IDS, first
-    if SQUARE:
-        ids = IDS + batch * num_keys
-        key_ids = tl.load(ids + at, mask=live, other=0).to(tl.int32)
-    dk, dv_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    rows = batch * kv_heads * G * num_queries
-    dk, dv_sum, _ = _walk_queries(
-        dk, dv_sum, tl.zeros([BLOCK_N], tl.float32), k, v, first, last, begin, end, key_ids,
-        Q + batch * q_batch, DO + batch * do_batch, LSE + rows, DELTA + rows, ids, ids,
-        kv_head, num_queries, q_head, q_token, do_head, do_token, scale, softcap,
-        True, True, False, SQUARE, SOFTCAP, PRECISION, G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
-    )  # fmt: skip
-    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    batches = tl.num_programs(2) // blocks
-    head = (tl.program_id(0) * batches + batch) * tl.num_programs(1) + tl.program_id(1)
-    into = (head * num_sinks + at)[:, None]
-    tl.store(DK + into * D + d[None, :], dk * scale, mask=live[:, None] & (d < D)[None, :])
-    tl.store(DV_OUT + into * DV + dv[None, :], dv_sum, mask=live[:, None] & (dv < DV)[None, :])
-
-
-@triton.jit(do_not_specialize=["num_queries", "heads"])
-def _delta_kernel(
-    DO, OUT, LSE, DELTA, LSE2, do_batch, do_head, do_token, o_batch, o_head, o_token, num_queries, heads,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    at, dv = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DV)
-    live = at < num_queries
-    held = live[:, None] & (dv < DV)[None, :]
-    slot, head_64 = at.to(tl.int64)[:, None], head.to(tl.int64)
-    do = tl.load(DO + batch * do_batch + head_64 * do_head + slot * do_token + dv[None, :], mask=held, other=0.0)
-    out = tl.load(OUT + batch * o_batch + head_64 * o_head + slot * o_token + dv[None, :], mask=held, other=0.0)
-    row = (batch * heads + head) * num_queries + at
-    tl.store(DELTA + row, tl.sum(do.to(tl.float32) * out.to(tl.float32), 1), mask=live)
-    lse = tl.load(LSE + row, mask=live, other=0.0)
-    # exp2(s - inf) = 0: a query that saw nothing teaches nothing.
-    tl.store(LSE2 + row, tl.where(lse == -float("inf"), float("inf"), lse * LOG2E), mask=live)
 
 
 class Row(NamedTuple):
@@ -429,7 +54,7 @@ def _query_rows(setup: Setup, grad: Tensor, out: Tensor, lse: Tensor) -> Row:
     rows = Row(*(torch.empty(batch, heads, num_queries, dtype=torch.float32, device=grad.device) for _ in range(2)))
     block = 64
     setup.launch(
-        "delta", _delta_kernel, (ceil_div(num_queries, block), heads, batch),
+        "delta", delta_kernel, (ceil_div(num_queries, block), heads, batch),
         (
             grad, out, lse.contiguous(), rows.delta, rows.lse,
             *grad.stride()[:3], *out.stride()[:3], num_queries, heads,
@@ -492,7 +117,7 @@ class _Pass:
             *self._lengths(first, heads * self.setup.heads_a_key, visit),
         )  # fmt: skip
         length, is_square = self.call.q.shape[2], seed is not None
-        self._launch("query", _query_side_kernel, length, heads, arguments, PLAIN=plain, SQUARE=is_square)
+        self._launch("query", query_side_kernel, length, heads, arguments, PLAIN=plain, SQUARE=is_square)
 
     def key_side(
         self, dk: Tensor, dv: Tensor, sums: Tensor | None, planned: tuple[Tensor, ...], sets: tuple[Tensor, Tensor],
@@ -512,7 +137,7 @@ class _Pass:
                 *self.strides, *self._lengths(first, heads, visit), turn,
             )  # fmt: skip
             self._launch(
-                "key", _key_side_kernel, planned[1].shape[-1] if self.far else self.call.k.shape[2], heads, arguments,
+                "key", key_side_kernel, planned[1].shape[-1] if self.far else self.call.k.shape[2], heads, arguments,
                 PLAIN=plain, SQUARE=seed is not None, CHOICES=choices, ATOMIC=atomic,
             )  # fmt: skip
 
@@ -527,7 +152,7 @@ class _Pass:
             for x in (call.k, call.v)
         ]
         self.setup.launch(
-            ("sinks", square), _sink_kernel, (stretches, heads, batch * blocks),
+            ("sinks", square), sink_kernel, (stretches, heads, batch * blocks),
             (
                 *self.tensors, *parts, ids, *self.strides, num_queries, num_keys, call.k.shape[1], first_head,
                 call.pattern.window, num_sinks, call.scale, call.softcap or 1.0, QUERIES_A_STRETCH,
