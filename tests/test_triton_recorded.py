@@ -20,6 +20,7 @@ from test_triton import DEVICE, ON_GPU, fake_cudnn
 
 from focus_attn import focus_attention
 from focus_attn.attention import call, cudnn, launch, recorded, square
+from focus_attn.attention.backends import on_its_device
 from focus_attn.attention.launch import setup_for
 
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
@@ -306,3 +307,19 @@ def test_gradients_come_as_before() -> None:
     rough = plain_attention(case, grad)
     for got, want, plain in zip(case.run("triton", grad), exact, rough, strict=True):
         assert worst(got, want) <= 2 * worst(plain, want) + 1e-5
+
+
+def test_kernels_run_on_the_device_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a model is spread over several and another one is current."""
+    entered: list[torch.device] = []
+
+    def device(wanted: torch.device) -> Any:
+        entered.append(wanted)
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    run = on_its_device(lambda call, more: (call.q.device.index, more))
+    calls = [SimpleNamespace(q=SimpleNamespace(device=torch.device("cuda", index))) for index in (0, 1)]
+    assert [run(one, "more") for one in calls] == [(0, "more"), (1, "more")]
+    assert entered == [torch.device("cuda", 1)]

@@ -5,7 +5,10 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from focus_attn.attention.call import AttentionCall
@@ -116,8 +119,26 @@ def _triton() -> Forward:
     from focus_attn.attention.triton_backward import triton_backward
 
     return make_operator(
-        "triton", triton_forward, triton_backward, unrounded=False, token_major=True, plain=triton_inference
+        "triton",
+        on_its_device(triton_forward),
+        on_its_device(triton_backward),
+        unrounded=False,
+        token_major=True,
+        plain=on_its_device(triton_inference),
     )
+
+
+def on_its_device(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Triton launches on the current device; the layers of a model spread over several lie on others too."""
+
+    def there(call: AttentionCall, *rest: Any) -> Any:
+        device = call.q.device
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            return run(call, *rest)
+        with torch.cuda.device(device):
+            return run(call, *rest)
+
+    return there
 
 
 BACKENDS: dict[str, Forward] = {
