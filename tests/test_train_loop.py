@@ -295,6 +295,22 @@ def test_text_is_packed_and_trained_on(tmp_path, monkeypatch):
     assert result.finished and result.perplexity is None  # no document fills a block to hold back
 
 
+def test_single_lines_are_trained_on_when_they_are_joined(tmp_path, monkeypatch):
+    monkeypatch.setenv("FOCUS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "lines.jsonl").write_text('{"text": "a line"}\n{"text": ""}\n' * 200)
+    model, tokenizer = tiny_random_model()
+
+    def attempt(**data):
+        chosen = recipe(stage(length=128, steps=1), data=Data(held_out=1, **data))
+        return run(tmp_path / "run", chosen, model=model, text=str(tmp_path / "lines.jsonl"), tokenizer=tokenizer)
+
+    for packing in (False, True):
+        with pytest.raises(ValueError, match=r"the longest of 200 has 6: .*`join: true` where these are the lines"):
+            attempt(packing=packing)
+    result = attempt(join=True)
+    assert result.finished and result.perplexity.blocks == 1
+
+
 def shrunk(chosen):
     """A shipped recipe at the size of the tiny model: one step of each stage."""
     small = {"steps": 1, "length": 64, "sequences": 2, "micro_batch": 1, "warmup": 0}
