@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tiny import tokenizer_with_bos
 
 from focus_attn.evaluation import token_blocks
 from focus_attn.training import data as data_module
@@ -27,18 +28,6 @@ def tokenizer():
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("FOCUS_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "tokens"
-
-
-def with_bos():
-    """A tokenizer that begins every text with a token of its own, and that token."""
-    from tokenizers.processors import TemplateProcessing
-
-    tokenizer = tiny_random_model()[1]
-    tokenizer.bos_token = "<end>"
-    first = tokenizer.bos_token_id
-    special = [("<end>", first)]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<end> $A", special_tokens=special)
-    return tokenizer, first
 
 
 def documents(store, tokenizer):
@@ -231,16 +220,16 @@ def test_blocks_stay_inside_documents():
 
 def test_blocks_begin_as_the_tokenizer_begins_a_text(tokenizer):
     texts = [LONG, SHORT * 9]
-    tokenizer_with_bos, first = with_bos()
-    store = open_tokens(texts, tokenizer_with_bos, Data())
+    beginning, first = tokenizer_with_bos()
+    store = open_tokens(texts, beginning, Data())
     assert store.begin == (first,) and first not in store.ids
     rows = cut_blocks(store, 32, packing=False, shortest=32).rows(100)
-    assert rows.equal(token_blocks(tokenizer_with_bos, texts, 32))  # what is trained on is what is measured on
+    assert rows.equal(token_blocks(beginning, texts, 32))  # what is trained on is what is measured on
     assert rows[:, 0].eq(first).all() and rows.shape == (len(LONG) // 31 + 9 * len(SHORT) // 31, 32)
     stream = pytest.importorskip("datasets").Dataset.from_dict({"text": texts}).to_iterable_dataset()
-    assert open_tokens(stream, tokenizer_with_bos, Data()).begin == (first,)
+    assert open_tokens(stream, beginning, Data()).begin == (first,)
     assert open_tokens(texts, tokenizer, Data()).begin == ()
-    assert open_tokens([[5, 6, 7]], tokenizer_with_bos, Data()).begin == ()  # ids are taken as they are
+    assert open_tokens([[5, 6, 7]], beginning, Data()).begin == ()  # ids are taken as they are
 
 
 def test_every_packed_piece_begins_as_a_text_does():
