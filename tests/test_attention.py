@@ -298,6 +298,21 @@ def test_compiles_without_a_graph_break_and_passes_pytorchs_operator_checks() ->
     torch.library.opcheck(torch.ops.focus_attn.stock.default, arguments)
 
 
+@pytest.mark.parametrize("slide", [1, 7, 39, 40])
+def test_a_window_as_long_as_the_slide_is_sliding_attention(slide: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that slides and is left alone: PyTorch's attention, a few queries at a time."""
+    monkeypatch.setattr("focus_attn.attention.dense.QUERIES_AT_ONCE", 16)
+    q, k, v = (torch.randn(2, heads, 40, 8, requires_grad=True) for heads in (4, 2, 2))
+    groups = torch.zeros(2, 1, 40, 1, dtype=torch.long)
+    options = {"num_groups": 2, "window": slide - 1, "sliding_window": slide}
+    case = Case(q, k, v, groups, groups + 1, options)
+    grad = torch.randn(2, 4, 40, 8)
+    expected = case.run("reference", grad)
+    monkeypatch.setattr("focus_attn.attention.api.choose_backend", lambda call: pytest.fail("not left to PyTorch"))
+    for ours, theirs in zip(case.run("auto", grad), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("queries", [40, 1])
 def test_a_window_as_long_as_the_text_is_plain_causal_attention(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from focus_attn.attention import api

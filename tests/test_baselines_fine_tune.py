@@ -65,6 +65,23 @@ def test_an_interrupted_run_goes_on(method, tmp_path):
         fine_tune(tiny_model(), BLOCKS, method="lora", **{**SETTINGS, "rank": 2}, checkpoint=file)
 
 
+@pytest.mark.parametrize("micro_batch", [1, 2, 3])
+def test_a_step_in_parts_is_the_step(micro_batch):
+    """2 of 3: parts of unlike size."""
+    passes = []
+
+    def run(**parts):
+        model = tiny_model()
+        model.get_input_embeddings().register_forward_hook(lambda module, args, out: passes.append(len(out)))
+        return fine_tune(model, BLOCKS, method="full", **{**SETTINGS, "steps": 3}, **parts)
+
+    whole, parts = run(), run(micro_batch=micro_batch)
+    assert passes[:3] == [3, 3, 3] and max(passes[3:]) == micro_batch and sum(passes[3:]) == 9
+    assert parts.losses == pytest.approx(whole.losses, rel=1e-4)
+    for ours, theirs in zip(parts.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
 def test_a_model_adapts_to_a_sparse_method():
     model, method = tiny_model(), make_baseline("window", window=3)
     with use_baseline(model, method):
@@ -99,5 +116,7 @@ def test_bad_input_is_answered():
         fine_tune(focus(), BLOCKS, method="full")
     with pytest.raises(ValueError, match="`steps`"):
         fine_tune(tiny_model(), BLOCKS, method="full", steps=0)
+    with pytest.raises(ValueError, match="`micro_batch` must be at least 1, got 200, 8, 16 and 0"):
+        fine_tune(tiny_model(), BLOCKS, method="full", micro_batch=0)
     with pytest.raises(ValueError, match="lower `lr`"):
         fine_tune(tiny_model(), BLOCKS, method="full", lr=1e20)

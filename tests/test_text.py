@@ -71,6 +71,13 @@ def test_read_text_says_what_is_wrong(tmp_path, name, content, message):
         read_text(tmp_path / name)
 
 
+def test_a_jsonl_line_ends_where_the_file_says_so(tmp_path):
+    texts = ["one\u2028line", "and\x85another\x0c", "the last"]  # what `splitlines` takes for the end of a line
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts))
+    assert read_text(file) == texts
+
+
 def test_read_text_of_nothing(tmp_path):
     with pytest.raises(ValueError, match="no such file"):
         read_text(tmp_path / "absent")

@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tiny import tokenizer_with_bos
 
+from focus_attn.evaluation import token_blocks
 from focus_attn.training import data as data_module
 from focus_attn.training.blocks import ShuffledBlocks, cut_blocks
 from focus_attn.training.data import TokenStore, check_vocabulary, open_tokens
@@ -32,11 +34,11 @@ def documents(store, tokenizer):
     return [tokenizer.decode(store.ids[first:last].tolist()) for first, last in store.documents]
 
 
-def store_of(*lengths):
+def store_of(*lengths, begin=()):
     """Documents whose tokens say where they stand: 1000 times the document plus the place."""
     ids = np.concatenate([1000 * index + np.arange(length) for index, length in enumerate(lengths, start=1)])
     ends = np.cumsum(lengths)
-    return TokenStore(ids, np.stack([ends - lengths, ends], axis=1), "digest", "numbers")
+    return TokenStore(ids, np.stack([ends - lengths, ends], axis=1), "digest", "numbers", begin)
 
 
 def test_files_folders_and_jsonl(tmp_path, tokenizer):
@@ -54,6 +56,25 @@ def test_what_a_program_has_at_hand(tokenizer):
         store = open_tokens(source, None, Data())
         assert store.ids.tolist() == [5, 6, 7, 8, 9, 10] and store.documents.tolist() == [[0, 3], [3, 6]]
     assert open_tokens([5, 6, 7], None, Data()).documents.tolist() == [[0, 3]]
+
+
+LINES = ["The first line.", "", "The second.\n", "The last."]
+JOINED = "The first line.\n\nThe second.\nThe last.\n"
+
+
+def test_rows_that_are_the_lines_of_one_text_are_joined(tmp_path, tokenizer, monkeypatch):
+    file = tmp_path / "lines.jsonl"
+    file.write_text("".join(json.dumps({"text": line}) + "\n" for line in LINES))
+    apart = open_tokens(file, tokenizer, Data())
+    together = open_tokens(file, tokenizer, Data(join=True))
+    assert documents(apart, tokenizer) == [line for line in LINES if line]
+    assert documents(together, tokenizer) == [JOINED]
+    assert together.digest != apart.digest
+    fake_datasets(monkeypatch, lambda: ({"text": line} for line in LINES))
+    assert documents(open_tokens("hub:owner/name", tokenizer, Data(join=True)), tokenizer) == [JOINED]
+    monkeypatch.setattr(data_module, "JOINED_CHARACTERS", 16)  # a stream need not end: it is read in pieces
+    pieces = documents(open_tokens("hub:owner/name:long", tokenizer, Data(join=True)), tokenizer)
+    assert len(pieces) > 1 and "".join(pieces) == JOINED
 
 
 def test_text_is_tokenised_once(tmp_path, tokenizer, cache, monkeypatch):
@@ -113,7 +134,7 @@ def test_an_interrupted_download_is_a_sentence_and_leaves_nothing(monkeypatch, t
         raise ConnectionError("peer went away")
 
     fake_datasets(monkeypatch, rows)
-    with pytest.raises(OSError, match=r"stopped after 70 documents \(peer went away\).*start the same command again"):
+    with pytest.raises(OSError, match=r"stopped after 70 rows \(peer went away\).*start the same command again"):
         open_tokens("hub:owner/name", tokenizer, Data())
     assert not [folder for folder in cache.iterdir() if folder.is_dir()]
 
@@ -126,6 +147,8 @@ def test_a_local_dataset_through_datasets(tmp_path, tokenizer):
     texts = datasets.Dataset.from_dict({"text": [LONG, SHORT]})
     for one in (texts, texts.to_iterable_dataset()):
         assert documents(open_tokens(one, tokenizer, Data()), tokenizer) == [LONG, SHORT]
+        joined = documents(open_tokens(one, tokenizer, Data(join=True)), tokenizer)
+        assert joined == [f"{LONG}\n{SHORT}\n"]
     ids = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3]]})
     assert open_tokens(ids, None, Data()).documents.tolist() == [[0, 2], [2, 3]]
 
@@ -195,6 +218,39 @@ def test_blocks_stay_inside_documents():
     assert blocks.rows(2).tolist() == [rows[0], rows[2]]
 
 
+def test_blocks_begin_as_the_tokenizer_begins_a_text(tokenizer):
+    texts = [LONG, SHORT * 9]
+    beginning, first = tokenizer_with_bos()
+    store = open_tokens(texts, beginning, Data())
+    assert store.begin == (first,) and first not in store.ids
+    rows = cut_blocks(store, 32, packing=False, shortest=32).rows(100)
+    assert rows.equal(token_blocks(beginning, texts, 32))  # what is trained on is what is measured on
+    assert rows[:, 0].eq(first).all() and rows.shape == (len(LONG) // 31 + 9 * len(SHORT) // 31, 32)
+    stream = pytest.importorskip("datasets").Dataset.from_dict({"text": texts}).to_iterable_dataset()
+    assert open_tokens(stream, beginning, Data()).begin == (first,)
+    assert open_tokens(texts, tokenizer, Data()).begin == ()
+    assert open_tokens([[5, 6, 7]], beginning, Data()).begin == ()  # ids are taken as they are
+
+
+def test_every_packed_piece_begins_as_a_text_does():
+    blocks = cut_blocks(store_of(25, 9, 3, 30, 7, 8, begin=(7,)), 10, packing=True, shortest=5)
+    seen = []
+    for block in (blocks[index] for index in range(len(blocks))):
+        for segment in set(block["segments"].tolist()) - {-1}:
+            begin, *piece = block["input_ids"][block["segments"] == segment].tolist()
+            assert begin == 7 and piece == list(range(piece[0], piece[0] + len(piece))) and len(piece) >= 4
+            seen += piece
+    assert len(seen) == len(set(seen)) == 25 + 9 + 27 + 7 + 8  # 3 tokens are too few, of a document or left of one
+    assert blocks.share == len(seen) / (len(seen) + 6)
+
+
+def test_blocks_held_out_begin_so_too():
+    rest, aside = store_of(25, 95, begin=(7,)).split_off(10, 2)
+    assert aside.documents.tolist() == [[102, 120]] and rest.documents.tolist() == [[0, 25], [25, 102]]
+    rows = cut_blocks(aside, 10, packing=False, shortest=10).rows(2)
+    assert rows.tolist() == [[7, *range(2077, 2086)], [7, *range(2086, 2095)]]
+
+
 def test_packing_keeps_documents_apart_and_drops_what_cannot_teach():
     store = store_of(25, 9, 3, 30, 7, 8)
     blocks = cut_blocks(store, 10, packing=True, shortest=4)
@@ -217,8 +273,9 @@ def test_packing_keeps_documents_apart_and_drops_what_cannot_teach():
 
 
 def test_blocks_that_cannot_be_cut_are_refused():
-    for packing, cure in ((False, "packing: true"), (True, "longer documents")):
-        with pytest.raises(ValueError, match=f"one block of 40 tokens, the longest of 2 has 3.*{cure}"):
+    for packing, what in ((False, "one block of 40 tokens"), (True, "the 4 tokens of a packed piece")):
+        cure = "longer documents" if packing else "packing: true"
+        with pytest.raises(ValueError, match=f"{what}, the longest of 2 has 3: .*{cure}.*join: true"):
             cut_blocks(store_of(3, 2), 40, packing=packing, shortest=4)
 
 

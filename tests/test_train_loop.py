@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import tiny_config, tiny_model, tokens
+from tiny import tiny_config, tiny_model, tokenizer_with_bos, tokens
 from training_runs import CONFIG, TWO_STAGES, AtStep, assert_same, recipe, routers, run, stage
 from transformers import AutoModelForCausalLM
 
@@ -293,6 +293,37 @@ def test_text_is_packed_and_trained_on(tmp_path, monkeypatch):
     chosen = recipe(stage(length=128, steps=2), data=Data(packing=True, held_out=1))
     result = run(tmp_path / "run", chosen, model=model, text=texts, tokenizer=tokenizer)
     assert result.finished and result.perplexity is None  # no document fills a block to hold back
+
+
+def test_a_run_on_text_begins_every_sequence_as_the_tokenizer_does(tmp_path, monkeypatch):
+    """The start, the steps and the evaluation on the fly."""
+    monkeypatch.setenv("FOCUS_CACHE", str(tmp_path / "cache"))
+    model, _ = tiny_random_model()
+    tokenizer, first = tokenizer_with_bos()
+    seen = []
+    model.get_input_embeddings().register_forward_hook(lambda module, args, out: seen.extend(args[0].tolist()))
+    start = Start(blocks=2, length=64, steps=2, budget=0.5)
+    chosen = recipe(stage(steps=2), start=start, evaluate_every=1, data=Data(held_out=1, packing=True))
+    run(tmp_path / "run", chosen, model=model, text=["a text of many words, " * 40, "a short one"], tokenizer=tokenizer)
+    real = [row for row in seen if len(row) > 1]  # the head alone is run on any id
+    assert {len(row) for row in real} == {64} and {row[0] for row in real} == {first}
+    assert all(row.count(first) == 1 for row in real)
+
+
+def test_single_lines_are_trained_on_when_they_are_joined(tmp_path, monkeypatch):
+    monkeypatch.setenv("FOCUS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "lines.jsonl").write_text('{"text": "a line"}\n{"text": ""}\n' * 200)
+    model, tokenizer = tiny_random_model()
+
+    def attempt(**data):
+        chosen = recipe(stage(length=128, steps=1), data=Data(held_out=1, **data))
+        return run(tmp_path / "run", chosen, model=model, text=str(tmp_path / "lines.jsonl"), tokenizer=tokenizer)
+
+    for packing in (False, True):
+        with pytest.raises(ValueError, match=r"the longest of 200 has 6: .*`join: true` where these are the lines"):
+            attempt(packing=packing)
+    result = attempt(join=True)
+    assert result.finished and result.perplexity.blocks == 1
 
 
 def shrunk(chosen):

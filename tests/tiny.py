@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from focus_attn import FocusConfig, FocusModel, get_focus_model
 from focus_attn.zoo import tiny_random_model
@@ -109,3 +109,14 @@ def save_tiny_default(folder):
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     return model
+
+
+def tokenizer_with_bos() -> tuple[PreTrainedTokenizerBase, int]:
+    """A tokenizer that begins every text with a token of its own, as Gemma's does, and that token."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = tiny_random_model()[1]
+    tokenizer.bos_token = "<end>"
+    special = [("<end>", tokenizer.bos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<end> $A", special_tokens=special)
+    return tokenizer, tokenizer.bos_token_id

@@ -49,7 +49,7 @@ def choose_backend(call: AttentionCall) -> str:
 def explain(call: AttentionCall) -> list[tuple[str, str]]:
     """What `auto` does with a call, best first: (backend, why it is taken or passed over)."""
     if is_dense(call):
-        return [("dense", "taken: every causal pair is near, so this is PyTorch's own causal attention")]
+        return [("dense", "taken: every pair that may meet is near, so this is PyTorch's own attention")]
     taken = choose_backend(call)
     reasons = [(taken, f"taken: {_MERITS[taken]}")]
     for name in BACKENDS:

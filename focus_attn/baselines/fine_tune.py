@@ -47,6 +47,7 @@ def fine_tune(
     rank: int = 16,
     length: int | None = None,
     sequences: int = 8,
+    micro_batch: int | None = None,
     warmup: float = 0.05,
     target_modules: list[str] | str | None = None,
     seed: int = 0,
@@ -59,6 +60,7 @@ def fine_tune(
     Args:
         length: cut the blocks to sequences of this many tokens; by default they are taken whole.
         sequences: in a step.
+        micro_batch: of them, at most, in one forward; the gradient is that of the whole step. By default all at once.
         warmup: share of the steps over which the learning rate rises to `lr`; then it falls to 0 along a cosine.
         target_modules: what LoRA and DoRA adapt; by default what peft names for the architecture.
         checkpoint: a file to go on from when it is there, written every `save_every` steps and at the end.
@@ -67,8 +69,12 @@ def fine_tune(
         raise ValueError(
             "`fine_tune` trains a base model: give it `model.unload()`; routers are trained by `focus train`"
         )
-    if min(steps, sequences, rank) < 1:
-        raise ValueError(f"`steps`, `sequences` and `rank` must be at least 1, got {steps}, {sequences} and {rank}")
+    together = sequences if micro_batch is None else micro_batch
+    if min(steps, sequences, rank, together) < 1:
+        raise ValueError(
+            "`steps`, `sequences`, `rank` and `micro_batch` must be at least 1, got "
+            f"{steps}, {sequences}, {rank} and {together}"
+        )
     data = _sequences(blocks, length)
     dtype = next(model.parameters()).dtype
     torch.manual_seed(seed)  # of the adapters' start
@@ -87,13 +93,11 @@ def fine_tune(
         for group in optimizer.param_groups:
             group["lr"] = lr * _schedule(step, steps, warmup)
         ids = data[_batch(len(data), step, sequences, seed)].to(device)
-        with torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext():
-            loss = _loss(lm, ids)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss = sum(_backward(lm, some, len(some) / sequences) for some in ids.split(together))
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.item())
+        losses.append(float(loss))
         if not math.isfinite(losses[-1]):
             raise DivergedError(f"the loss of {method} became {losses[-1]} at step {step + 1}: lower `lr` ({lr})")
         if progress:
@@ -125,6 +129,14 @@ def _prepare(
     )
     peft_model = get_peft_model(model, config)  # type: ignore[arg-type]
     return peft_model, peft_model.get_base_model()
+
+
+def _backward(lm: Any, ids: Tensor, weight: float) -> Tensor:
+    """Add the gradient of the mean loss times `weight`, the sequences' part of the step. -> that product."""
+    with torch.autocast("cuda", torch.bfloat16) if ids.is_cuda else nullcontext():
+        loss = weight * _loss(lm, ids)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss.detach()
 
 
 def _loss(lm: Any, ids: Tensor) -> Tensor:

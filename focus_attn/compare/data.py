@@ -59,12 +59,13 @@ class Texts:
         if self.dataset.test != BUILTIN:
             return split_store(self._checked(_open(self.dataset.test, self.dataset, self.tokenizer)))
         split = _builtin()
-        train, test = (open_tokens(part, self.tokenizer, Data()) for part in (split.train, split.held_out))
+        parts = (open_tokens(part, self.tokenizer, Data()) for part in (split.train, split.held_out))
+        train, test = map(self._checked, parts)
         return dataclasses.replace(train, name=split.name), dataclasses.replace(test, name=split.name)
 
     def _checked(self, store: TokenStore) -> TokenStore:
         check_vocabulary(store, self.tokenizer, self.vocabulary)
-        return store
+        return dataclasses.replace(store, begin=tuple(self.begin))  # a token file does not know it
 
     def test_blocks(self, length: int, count: int) -> Tensor:
         """[up to `count`, length], each inside one document, evenly spread over the text."""
@@ -83,9 +84,7 @@ class Texts:
         ]
 
     def _blocks(self, store: TokenStore, length: int, count: int) -> Tensor:
-        inner = length - len(self.begin)
-        rows = cut_blocks(store, inner, packing=False, shortest=inner).rows(count)
-        return torch.cat([torch.tensor(self.begin, dtype=torch.int64).expand(len(rows), -1), rows], dim=1)
+        return cut_blocks(store, length, packing=False, shortest=length).rows(count)
 
 
 def split_store(store: TokenStore) -> tuple[TokenStore, TokenStore]:

@@ -1,4 +1,7 @@
-"""Tokens to training blocks: cut inside documents, short ones packed side by side, in an order that a seed fixes."""
+"""Tokens to training blocks: cut inside documents, short ones packed side by side, in an order that a seed fixes.
+
+Every piece of a document begins with what the tokenizer begins a text with (`TokenStore.begin`), counted in its length.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,8 @@ class Blocks:
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """`input_ids` [T]; `segments` [T] beside them where blocks may be packed."""
-        pieces = [self.store.ids[first:last].astype(np.int64) for first, last in self.spans[index]]
+        begin = np.array(self.store.begin, dtype=np.int64)
+        pieces = [np.concatenate([begin, self.store.ids[first:last]]) for first, last in self.spans[index]]
         missing = self.length - sum(map(len, pieces))
         ids = np.concatenate([*pieces, np.zeros(missing, dtype=np.int64)])
         block = {"input_ids": torch.from_numpy(ids)}
@@ -39,9 +43,15 @@ class Blocks:
             block["segments"] = torch.from_numpy(np.repeat(numbers, sizes))
         return block
 
+    @property
+    def share(self) -> float:
+        """Of the store's tokens, that stand in a block."""
+        return sum(last - first for spans in self.spans for first, last in spans) / self.store.tokens
+
     def rows(self, count: int) -> Tensor:
         """The ids of up to `count` blocks, evenly spread, that are one document's, [n, T]."""
-        whole = [index for index, spans in enumerate(self.spans) if spans[0][1] - spans[0][0] == self.length]
+        inner = self.length - len(self.store.begin)
+        whole = [index for index, spans in enumerate(self.spans) if spans[0][1] - spans[0][0] == inner]
         count = min(count, len(whole))
         chosen = [whole[index * len(whole) // count] for index in range(count)]
         rows = [self[index]["input_ids"] for index in chosen]
@@ -56,35 +66,38 @@ def cut_blocks(store: TokenStore, length: int, *, packing: bool, shortest: int) 
     """
     whole: list[list[Span]] = []
     rest: list[Span] = []
+    inner = length - len(store.begin)
     for first, last in store.documents.tolist():
-        end = first + (last - first) // length * length
-        whole += [[(start, start + length)] for start in range(first, end, length)]
+        end = first + (last - first) // inner * inner
+        whole += [[(start, start + inner)] for start in range(first, end, inner)]
         rest.append((end, last))
-    spans = whole + (_pack(rest, length, shortest) if packing else [])
+    spans = whole + (_pack(rest, length, shortest, len(store.begin)) if packing else [])
     if not spans:
-        cure = "lower `length` or give longer documents" if packing else "lower `length`, or set `packing: true`"
+        needed = f"the {shortest:,} tokens of a packed piece" if packing else f"one block of {length:,} tokens"
+        cure = "give longer documents" if packing else "lower `length`, set `packing: true`"
         raise ValueError(
-            f"{store.name}: no document reaches one block of {length:,} tokens, the longest of "
-            f"{len(store.documents):,} has {store.longest:,}: {cure}"
+            f"{store.name}: no document reaches {needed}, the longest of {len(store.documents):,} has "
+            f"{store.longest:,}: {cure}, or `join: true` where these are the lines of one text"
         )
     return Blocks(store, length, spans, packing)
 
 
-def _pack(pieces: list[Span], length: int, shortest: int) -> list[list[Span]]:
-    """Fill blocks in order. A piece that does not fit is cut if both parts are long enough to teach, else it waits."""
+def _pack(pieces: list[Span], length: int, shortest: int, begin: int) -> list[list[Span]]:
+    """Fill blocks in order. A piece that does not fit is cut if both parts are long enough to teach, else it waits.
+    Each takes `begin` tokens more than it has of its own."""
     blocks: list[list[Span]] = []
     block: list[Span] = []
     room = length
     for first, last in pieces:
-        while last - first >= shortest:
-            fits = last - first <= room
-            cut = last if fits else first + room
-            if not fits and (room < shortest or last - cut < shortest):
+        while begin + last - first >= shortest:
+            fits = begin + last - first <= room
+            cut = last if fits else first + room - begin
+            if not fits and (room < shortest or begin + last - cut < shortest):
                 blocks.append(block)
                 block, room = [], length
                 continue
             block.append((first, cut))
-            room -= cut - first
+            room -= begin + cut - first
             first = cut
             if room == 0:
                 blocks.append(block)

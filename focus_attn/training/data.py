@@ -1,7 +1,8 @@
 """Text to token ids, once: files, folders, JSONL, hub datasets, or what a program has at hand.
 
 Ids are kept in the cache folder under a digest of the text and the tokenizer, so that a second run reads them back. A
-document's ids carry no special tokens: blocks are cut from its middle, where a model sees none.
+document's ids carry no special tokens. What the tokenizer begins every text with stands beside them: each block that is
+cut from a document begins with it, as in the evaluation.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
+from focus_attn.evaluation.perplexity import first_token
 from focus_attn.text import SUFFIXES, default_text, read_text
 from focus_attn.training.recipe import Data
 from focus_attn.zoo import cache_folder
@@ -31,6 +32,8 @@ FORMAT = 1  # raised when what is written below changes
 IDS, OFFSETS, META = "ids.bin", "offsets.bin", "meta.json"
 HUB, BUILTIN = "hub:", "builtin"
 DOCUMENTS_AT_ONCE = 64
+CHARACTERS_AT_ONCE = 1 << 22
+JOINED_CHARACTERS = 1 << 20  # of a document of joined lines: a stream is read a piece at a time
 
 Progress = Callable[[str, int, int], None]  # what, done, of how many
 
@@ -43,6 +46,7 @@ class TokenStore:
     documents: np.ndarray  # [documents, 2]: each is ids[first:last]
     digest: str
     name: str
+    begin: tuple[int, ...] = ()  # what every block cut from it begins with: <bos> where the tokenizer has one
 
     @property
     def tokens(self) -> int:
@@ -60,6 +64,7 @@ class TokenStore:
     def split_off(self, length: int, blocks: int) -> tuple[TokenStore, TokenStore]:
         """What is left, and up to this many blocks of `length` tokens from the ends of the last documents that have
         one: at most a quarter of the tokens. Of such a document only what still makes a block is left."""
+        length -= len(self.begin)
         blocks = min(blocks, self.tokens // 4 // length)
         left, taken = [], []
         for first, last in self.documents[::-1].tolist():
@@ -81,7 +86,8 @@ def open_tokens(
 
     Args:
         source: a path, "hub:owner/name[:split[:subset]]", "builtin", a list of texts, a `datasets.Dataset`, or ids: a
-            tensor ([tokens], or one document a row), a list of ids, or a list of such lists.
+            tensor ([tokens], or one document a row), a list of ids, or a list of such lists. Ids are taken as they
+            are: only blocks of text begin with what the tokenizer begins a text with.
         limit: stop reading a hub dataset after about this many tokens.
     """
     if isinstance(source, (str, Path)):
@@ -125,11 +131,12 @@ def check_vocabulary(store: TokenStore, tokenizer: Any, vocabulary: int) -> None
         )
 
 
-def read_documents(path: Path, field: str) -> Iterator[str]:
-    """The texts of a file or of every file below a folder, in the order of their names; JSONL line by line."""
+def read_documents(path: Path, field: str, join: bool = False) -> Iterator[str]:
+    """The texts of a file or of every file below a folder, in the order of their names; JSONL line by line, or with
+    `join` as one text."""
     for file in _files(path):
         if file.suffix == ".jsonl":
-            yield from _jsonl(file, field)
+            yield from _documents(_jsonl(file, field), join)
         elif file.stat().st_size:
             yield from read_text(file)
 
@@ -162,6 +169,23 @@ def _jsonl(file: Path, field: str) -> Iterator[str]:
             yield _field(record, field, f"line {number} of {str(file)!r}")
 
 
+def _documents(rows: Iterable[str], join: bool) -> Iterator[str]:
+    """Each row is a document or, joined, a line of one text, blank ones included: WikiText on the hub is so, and any
+    text file that `datasets` reads."""
+    if not join:
+        yield from rows
+        return
+    lines: list[str] = []
+    size = 0
+    for row in rows:
+        lines.append(row if row.endswith("\n") else f"{row}\n")
+        size += len(lines[-1])
+        if size >= JOINED_CHARACTERS:
+            yield "".join(lines)
+            lines, size = [], 0
+    yield "".join(lines)
+
+
 def _field(record: Any, field: str, where: str) -> str:
     if isinstance(record, dict) and isinstance(record.get(field), str):
         return record[field]
@@ -170,16 +194,17 @@ def _field(record: Any, field: str, where: str) -> str:
 
 
 def _from_name(name: str, tokenizer: Any, data: Data, limit: int | None, progress: Progress | None) -> TokenStore:
+    joined = [b"joined"] if data.join else []
     if name == BUILTIN:
         documents = default_text().train
         return _cached(name, _digest(text.encode() for text in documents), documents, tokenizer, None, progress)
     if name.startswith(HUB):
         described = f"{name} {data.field} {limit}"
-        return _cached(name, _digest([described.encode()]), _hub_rows(name, data), tokenizer, limit, progress)
+        return _cached(name, _digest([described.encode(), *joined]), _hub_rows(name, data), tokenizer, limit, progress)
     path = Path(name).expanduser()
     contents = (part for file in _files(path) for part in (file.suffix.encode(), *_parts(file)))
-    digest = _digest([data.field.encode(), *contents])
-    return _cached(str(path), digest, read_documents(path, data.field), tokenizer, None, progress)
+    digest = _digest([data.field.encode(), *contents, *joined])
+    return _cached(str(path), digest, read_documents(path, data.field, data.join), tokenizer, None, progress)
 
 
 def _parts(file: Path) -> Iterator[bytes]:
@@ -202,16 +227,21 @@ def _hub_rows(name: str, data: Data) -> Iterator[str]:
 def _rows(name: str, load: Callable[[], Iterable[Any]], data: Data) -> Iterator[str]:
     """The texts of a dataset. However the transfer fails, it is one sentence."""
     read = 0
-    try:
+
+    def rows() -> Iterator[str]:
+        nonlocal read
         for row in load():
             yield _field(row, data.field, name)
             read += 1
+
+    try:
+        yield from _documents(rows(), data.join)
     except (ValueError, GeneratorExit):  # of ours, or of `datasets` about what was asked for
         raise
     except Exception as error:  # one of many: offline, no such dataset, a broken connection
         reason = " ".join(str(error).split()) or type(error).__name__
         raise OSError(
-            f"reading {name} stopped after {read:,} documents ({reason}): nothing was kept; look at the connection and "
+            f"reading {name} stopped after {read:,} rows ({reason}): nothing was kept; look at the connection and "
             "start the same command again"
         ) from error
 
@@ -222,8 +252,9 @@ def _from_dataset(dataset: Any, tokenizer: Any, data: Data, limit: int | None, p
         return _in_memory([torch.as_tensor(row["input_ids"]) for row in dataset])
     texts = _rows("the dataset", lambda: dataset, data)
     if not hasattr(dataset, "__len__"):  # a stream: nothing says what it will give, so there is nothing to cache by
-        return _in_memory(list(_up_to(limit, map(torch.tensor, _token_lists(texts, _needed(tokenizer))))))
-    described = f"{dataset._fingerprint} {data.field}"
+        rows = _up_to(limit, map(torch.tensor, _token_lists(texts, _needed(tokenizer))))
+        return dataclasses.replace(_in_memory(list(rows)), begin=tuple(first_token(tokenizer)))
+    described = f"{dataset._fingerprint} {data.field}{' joined' if data.join else ''}"
     return _cached("the dataset", _digest([described.encode()]), texts, tokenizer, None, progress)
 
 
@@ -291,7 +322,7 @@ def _cached(
         with FileLock(f"{folder}.lock"):
             if not _is_whole(folder):
                 _tokenise(documents, tokenizer, folder, name, limit, progress)
-            return _read(folder, digest, name)
+            return dataclasses.replace(_read(folder, digest, name), begin=tuple(first_token(tokenizer)))
     except OSError as error:
         if error.errno is None:  # a sentence already
             raise
@@ -331,9 +362,21 @@ def _tokenise(
 
 
 def _token_lists(documents: Iterable[str], tokenizer: Any) -> Iterator[list[int]]:
-    texts = (text for text in documents if text.strip())
-    while batch := list(islice(texts, DOCUMENTS_AT_ONCE)):
+    for batch in _batches(text for text in documents if text.strip()):
         yield from tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if len(batch) == DOCUMENTS_AT_ONCE or size >= CHARACTERS_AT_ONCE:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _is_whole(folder: Path) -> bool:

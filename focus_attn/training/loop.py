@@ -299,7 +299,7 @@ def _introduce(run: Run, store: TokenStore, stages: list[Blocks]) -> None:
         epochs = _sequences(stage) / len(blocks)
         run.say(
             f"stage {index + 1}: {stage.objective}, {stage.trains}: {stage.steps:,} steps of {stage.sequences} x "
-            f"{stage.length:,} tokens, {epochs:.2g} times over {len(blocks):,} blocks"
+            f"{stage.length:,} tokens, {epochs:.2g} times over {len(blocks):,} blocks ({blocks.share:.0%} of the text)"
         )
         run.say(f"  {estimate_memory(run.model, run.recipe, stage, run.device, world_size())}")
     if run.recipe.evaluate_every and not len(run.held_out):

@@ -41,6 +41,7 @@ class Data:
         "documentation)",
     )
     field: str = string("text", "the field of a JSONL line or of a hub dataset that holds the text")
+    join: bool = flag(False, "the rows of a JSONL file or a dataset are the lines of one text: put them together again")
     packing: bool = flag(False, "fill blocks with several short documents; otherwise what fills no block is dropped")
     held_out: int = integer(8, "blocks kept back for the evaluation on the fly, never trained on")
     held_out_text: str | None = string(None, "text to take them from instead, read like `text`")
