@@ -34,16 +34,20 @@ def stream(
         model.generate(**inputs, max_new_tokens=max_new_tokens, streamer=streamer, **sampling)
 
 
-def load(model_name: str | None, adapter: str | None) -> tuple[Any, Any]:
-    """The model, with the adapter on it if there is one, and its tokenizer."""
+def load(model_name: str | None, adapter: str | None, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
+    """The model, with the adapter on it if there is one, and its tokenizer.
+
+    dtype: of the weights, by default that of the model. To cast a loaded model would round its buffers too, and rotary
+    frequencies in half precision lose far positions.
+    """
     if model_name is None:
-        return load_default_model(adapter=adapter)
+        return load_default_model(adapter=adapter, dtype=dtype or torch.float32)
     folder = None if adapter is None else find_adapter(adapter)  # before the model, which takes longer
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     local = Path(model_name).is_dir()
     with quiet_transformers():
-        model = AutoModelForCausalLM.from_pretrained(model_name, dtype="auto", local_files_only=local)
+        model = AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype or "auto", local_files_only=local)
         tokenizer = AutoTokenizer.from_pretrained(model_name, local_files_only=local)
     return (model if folder is None else FocusModel.from_pretrained(model, str(folder))), tokenizer
 

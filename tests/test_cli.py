@@ -16,7 +16,7 @@ run = CliRunner().invoke
 @pytest.fixture
 def tiny_default(monkeypatch):
     """The embedded default model, tiny."""
-    monkeypatch.setattr(generation, "load_default_model", lambda adapter=None: tiny_random_model())
+    monkeypatch.setattr(generation, "load_default_model", lambda adapter=None, dtype=None: tiny_random_model())
 
 
 @pytest.fixture(scope="module")

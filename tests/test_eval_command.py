@@ -5,12 +5,14 @@ import json
 import sys
 
 import pytest
+import torch
 from eval_data import write_benchmarks, write_text
 from tiny import save_tiny_default
 from typer.testing import CliRunner
 
 from focus_attn import FocusConfig, get_focus_model
 from focus_attn.cli import app
+from focus_attn.evaluation.models import load_compared
 from focus_attn.evaluation.requests import Item, Requests, Task
 from focus_attn.evaluation.run import sum_up
 from focus_attn.evaluation.summary import Cell, kept_of_base, summarise
@@ -189,3 +191,11 @@ def test_what_is_kept_of_the_base_models_recall():
     assert kept.ratio.estimate == pytest.approx(0.9) and kept.ratio.low < 0.9 < kept.ratio.high
     assert (kept.counted, kept.cells) == (1, 2)
     assert kept_of_base(cells[1:], "k4").ratio is None
+
+
+def test_half_precision_is_for_weights_not_for_positions(saved):
+    """Rotary frequencies rounded to bf16 put token 8,000 some ten tokens away from where it stands."""
+    compared = load_compared(str(saved / "model"), [str(saved / "k4")], torch.bfloat16, torch.device("cpu"))
+    buffers = [x for name, x in compared.model.base_model.named_buffers() if name.endswith("inv_freq")]
+    assert buffers and all(x.dtype == torch.float32 for x in buffers)
+    assert next(compared.model.base_model.parameters()).dtype == torch.bfloat16

@@ -26,9 +26,9 @@ class Loaded(NamedTuple):
 def load_for_prefill(
     name: str | None, adapter: str | None, dtype: torch.dtype, device: torch.device, longest: int
 ) -> Loaded:
-    base, tokenizer = load(name, adapter)
+    base, tokenizer = load(name, adapter, dtype)
     model = base if isinstance(base, FocusModel) else get_focus_model(base)
-    model = model.to(device, dtype).eval()
+    model = model.to(device).eval()
     with model.disable_focus():
         config = text_config(model.base_model)
         dense = config._attn_implementation

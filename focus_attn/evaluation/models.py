@@ -56,8 +56,8 @@ def load_compared(
 ) -> Compared:
     folders = [find_adapter(adapter) for adapter in adapters]  # before the model, which takes longer
     names = short_names(folders)
-    model, tokenizer = load(model_name, None)
-    model = model.to(device, dtype).eval()
+    model, tokenizer = load(model_name, None, dtype)
+    model = model.to(device).eval()
     name = model.config._name_or_path if model_name is None else Path(model_name).name or model_name
     if folders:
         model = FocusModel.from_pretrained(model, str(folders[0]), names[0])
