@@ -21,7 +21,8 @@ from test_triton import DEVICE, ON_GPU, fake_cudnn
 from focus_attn import focus_attention
 from focus_attn.attention import call, cudnn, launch, recorded, square
 from focus_attn.attention.backends import on_its_device
-from focus_attn.attention.launch import setup_for
+from focus_attn.attention.launch import Tile, setup_for
+from focus_attn.attention.triton import _fitting
 
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 HAS_CUDNN = ON_GPU and importlib.util.find_spec("cudnn") is not None
@@ -323,3 +324,11 @@ def test_kernels_run_on_the_device_of_the_call(monkeypatch: pytest.MonkeyPatch) 
     calls = [SimpleNamespace(q=SimpleNamespace(device=torch.device("cuda", index))) for index in (0, 1)]
     assert [run(one, "more") for one in calls] == [(0, "more"), (1, "more")]
     assert entered == [torch.device("cuda", 1)]
+
+
+@pytest.mark.parametrize(
+    ("room", "stages", "keys"), [(232_448, 3, 128), (166_912, 2, 128), (101_376, 1, 128), (65_536, 1, 64)]
+)
+def test_tiles_fit_into_the_shared_memory_of_the_device(room: int, stages: int, keys: int) -> None:
+    """H200, A100, GeForce, Turing; bf16 heads of 128."""
+    assert _fitting(Tile(128, 128, 8, 3), 256, room) == Tile(128, keys, 8, stages)

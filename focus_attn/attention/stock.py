@@ -21,7 +21,7 @@ from focus_attn.attention.pieces import Piece, pieces
 from focus_attn.attention.plan import Branch, branches
 from focus_attn.visibility import Tokens, count_positions, visible_mask
 
-DENSE_PAIRS = 1 << 18  # below this many query-key pairs a router, masked calls beat sorting
+DENSE_PAIRS = 1 << 20  # up to this many query-key pairs masked calls beat sorting; see `_prefers_mask`
 MASKED_ROWS = 512  # queries a masked call
 
 
@@ -105,8 +105,10 @@ def is_plain_causal(call: AttentionCall) -> bool:
 def _prefers_mask(call: AttentionCall) -> bool:
     if call.query_gate is not None:  # gates need to know which pairs are far
         return False
-    routers = call.query_groups.shape[1]
-    return call.q.shape[2] <= 16 or call.q.shape[2] * call.k.shape[2] <= DENSE_PAIRS * routers
+    # Measured on two CPU cores: several routers are several sorts, and half precision makes the masked products cheap.
+    several, half = call.query_groups.shape[1] > 1, call.q.element_size() == 2
+    most = DENSE_PAIRS * (1 if not several else 4 if half else 2)
+    return call.q.shape[2] <= 16 or call.q.shape[2] * call.k.shape[2] <= most
 
 
 def is_published_setting(call: AttentionCall) -> bool:

@@ -10,6 +10,7 @@ their ids, the groups are plain causal attentions: cuDNN does those, see `square
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -265,7 +266,26 @@ def tile_for(kernel: str, call: AttentionCall) -> Tile:
         "far, key side": Tile(64, 64, 4, 1) if narrow else Tile(64, 64, 4, 2),
         "sinks": Tile(64, 16, 4, 2),
     }
-    return tiles[kernel]
+    return _fitting(tiles[kernel], width, _shared_memory(call.q.device))
+
+
+def _fitting(tile: Tile, width: int, room: int) -> Tile:
+    """Fewer stages, then fewer keys, on devices with less shared memory than an H200: an A100 has 163 KiB a block, most
+    others 99. width: bytes of a row."""
+    while (tile.rows + 2 * tile.stages * tile.keys) * width > room and tile.stages > 1:
+        tile = tile._replace(stages=tile.stages - 1)
+    while (tile.rows + 2 * tile.stages * tile.keys) * width > room and tile.keys > 16:
+        tile = tile._replace(keys=tile.keys // 2)
+    return tile
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a block may have."""
+    if device.type != "cuda":
+        return 1 << 20  # Triton's interpreter has no such limit
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))  # AMD's
 
 
 def triton_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
