@@ -20,13 +20,13 @@ import torch
 from focus_attn import FocusModel, load_default_model
 from focus_attn.bench.record import write_json
 from focus_attn.compare.data import read_tokens
-from focus_attn.compare.models import cast_parameters
 from focus_attn.evaluation import Perplexity, block_perplexity, group_shares, observe_routing, perplexity_ratio
 from focus_attn.training import Recipe, train
 from focus_attn.training.blocks import cut_blocks
+from focus_attn.training.checkpoint import base_parameters
 from focus_attn.training.data import open_tokens, read_documents
 from focus_attn.training.recipe import Data
-from focus_attn.zoo import find_adapter
+from focus_attn.zoo import cast_parameters, find_adapter
 
 
 def documents(path: Path, tokenizer: Any) -> list[torch.Tensor]:
@@ -92,7 +92,7 @@ def main() -> None:
         recipe = dataclasses.replace(recipe, start=None, focus=model.focus_config)
     text = [document for path in options.train for document in read[path]]
     result = train(model, text, recipe, output=options.save, device=device)
-    cast_parameters(result.model.base_model, torch.bfloat16)  # one that was trained is in fp32
+    cast_parameters(base_parameters(result.model).values(), torch.bfloat16)  # one that was trained is in fp32
     figures = {name: compared(block_perplexity(result.model, ids), base[name]) for name, ids in held_out.items()}
     write_json(
         options.json,

@@ -17,12 +17,13 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from filelock import FileLock
+from torch import nn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -60,6 +61,13 @@ def load_default_model(
     from focus_attn.model import FocusModel
 
     return FocusModel.from_pretrained(model, str(adapter_folder)), tokenizer
+
+
+def cast_parameters(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
+    """A model's parameters alone: buffers such as the frequencies of rotary positions lose their meaning in half
+    precision."""
+    for parameter in parameters:
+        parameter.data = parameter.data.to(dtype)
 
 
 def available_adapters() -> list[str]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from focus_attn.model import FocusModel
 from focus_attn.training.token_losses import Head, next_token_loss
+from focus_attn.zoo import cast_parameters
 
 Tuning = Literal["lora", "dora", "full"]
 
@@ -106,8 +107,7 @@ def fine_tune(
             _save(path, parameters, optimizer, losses)
     trained.eval()
     if method == "full":
-        for parameter in trained.parameters():  # not the buffers: rounded rotary frequencies lose far positions
-            parameter.data = parameter.data.to(dtype)
+        cast_parameters(trained.parameters(), dtype)
     return FineTuned(trained, sum(p.numel() for p in parameters), losses)
 
 

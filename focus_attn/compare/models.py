@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from focus_attn.zoo import cast_parameters
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -25,14 +27,8 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device) -> tuple[Any
     if name not in loaders:
         return _from_transformers(name, dtype, device)
     model, tokenizer = loaders[name]()
-    cast_parameters(model, dtype)
+    cast_parameters(model.parameters(), dtype)
     return model.to(device).eval(), tokenizer
-
-
-def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters alone: buffers such as the frequencies of rotary positions lose their meaning in half precision."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
 
 
 def describe_model(name: str) -> str:

@@ -21,13 +21,12 @@ from torch import nn
 from focus_attn.adapters import CONFIG_FILE, read_adapter, write_adapter
 from focus_attn.baselines.seam import Baseline, use_baseline
 from focus_attn.compare.data import Texts
-from focus_attn.compare.models import cast_parameters
 from focus_attn.compare.peer import make_peer
 from focus_attn.compare.recipe import Comparison, Method, merged, plain
 from focus_attn.config import FocusConfig
 from focus_attn.model import FocusModel
 from focus_attn.training.recipe import Recipe
-from focus_attn.zoo import find_adapter
+from focus_attn.zoo import cast_parameters, find_adapter
 
 Progress = Callable[[str, int, int], None]  # what, done, of how many
 CURVE_POINTS = 60
@@ -119,7 +118,7 @@ class Workshop:
             raise OutOfTimeError
         parameters, _ = result.model.get_nb_trainable_parameters()
         base = result.model.unload()
-        cast_parameters(base, self.dtype)  # one that was trained is in fp32
+        cast_parameters(base.parameters(), self.dtype)  # one that was trained is in fp32
         record = json.loads((run / "run.json").read_text(encoding="utf-8"))
         took = {
             "steps": recipe.steps,

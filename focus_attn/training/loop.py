@@ -38,7 +38,7 @@ from focus_attn.training.estimate import estimate_memory
 from focus_attn.training.recipe import Recipe, Stage
 from focus_attn.training.starts import start_routers
 from focus_attn.training.trainer import FocusTrainer, Run
-from focus_attn.zoo import quiet_transformers
+from focus_attn.zoo import cast_parameters, quiet_transformers
 
 Progress = Callable[[str, int, int], None]  # what, done, of how many
 
@@ -274,9 +274,7 @@ def _place(model: FocusModel, recipe: Recipe, device: torch.device) -> None:
     half = recipe.precision == "bf16" and not recipe.trains_base
     base = model.base_model
     if not (getattr(base, "is_quantized", False) or len(getattr(base, "hf_device_map", {})) > 1):
-        # Parameters alone: buffers such as the frequencies of rotary positions lose their meaning in half precision.
-        for parameter in base_parameters(model).values():
-            parameter.data = parameter.data.to(device, torch.bfloat16 if half else torch.float32)
+        cast_parameters(base_parameters(model).values(), torch.bfloat16 if half else torch.float32)
         model.to(device)
     copy_routers_from_main(model)
     if recipe.gradient_checkpointing:
