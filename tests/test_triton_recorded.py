@@ -52,12 +52,14 @@ def draw(seed: int, length: int = 70, heads: tuple[int, int] = (2, 1), batch: in
     return Case(q, k, v, ids, ids, {"num_groups": 4, "window": 9, "num_sinks": sinks})
 
 
-def draw_apart(seed: int, length: int = 70, batch: int = 1, query_k: int = 1, queries: int = 0, **options: Any) -> Case:
-    """A router for each of two KV heads, ids of queries and keys apart: for `near_far.py`."""
+def draw_apart(
+    seed: int, length: int = 70, batch: int = 1, routers: int = 2, query_k: int = 1, queries: int = 0, **options: Any
+) -> Case:
+    """Two KV heads, a router for each unless said otherwise, ids of queries and keys apart: for `near_far.py`."""
     case, queries = draw(seed, length, (6, 2), batch, sinks=3), queries or length
     make = torch.Generator().manual_seed(1000 + seed)
-    query_groups = torch.rand(batch, 2, queries, 4, generator=make).topk(query_k, -1).indices.to(DEVICE)
-    key_groups = torch.randint(0, 4, (batch, 2, length, 1), generator=make).to(DEVICE)
+    query_groups = torch.rand(batch, routers, queries, 4, generator=make).topk(query_k, -1).indices.to(DEVICE)
+    key_groups = torch.randint(0, 4, (batch, routers, length, 1), generator=make).to(DEVICE)
     q = case.q[:, :, length - queries :].contiguous()
     return Case(q, case.k, case.v, query_groups, key_groups, {**case.options, **options})
 
@@ -112,8 +114,13 @@ def test_kernels_of_square_calls_find_their_tensors_through_a_table(
 
 @pytest.mark.parametrize(
     "options",
-    [{"batch": 2}, {"length": 71, "query_k": 2}, {"length": 300, "queries": 77}, {"softcap": 5.0, "num_sinks": 0}],
-    ids=["plain", "two visits", "after a cache", "softcap, no sinks"],
+    [
+        {"batch": 2},
+        {"length": 71, "query_k": 2},
+        {"length": 300, "queries": 77},
+        {"routers": 1, "softcap": 5.0, "num_sinks": 0},
+    ],
+    ids=["plain", "two visits", "after a cache", "one router, softcap, no sinks"],
 )
 def test_kernels_of_near_and_far_find_their_tensors_through_a_table(options: dict[str, Any]) -> None:
     check_table(near_far, *(draw_apart(seed, **options) for seed in range(2)))
@@ -308,7 +315,7 @@ def test_replays_match_the_oracle_at_ever_new_addresses() -> None:
         lambda seed: draw(seed, 333, (6, 2), sinks=3),
         lambda seed: draw_apart(seed, 300),
         lambda seed: draw_apart(seed, 333, query_k=2),
-        lambda seed: draw_apart(seed, 300, queries=101, softcap=5.0),
+        lambda seed: draw_apart(seed, 300, routers=1, queries=101, softcap=5.0),
     ]
     kept = []
     for seed in range(8):
