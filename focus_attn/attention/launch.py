@@ -7,7 +7,7 @@ looked up by that signature once, and launched as it is from then on.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -49,7 +49,7 @@ class Setup:
             "BLOCK_D": max(16, power_of_2(width)),
             "BLOCK_DV": max(16, power_of_2(value_width)),
         }
-        self.calls = 0  # made without a recording
+        self.calls: Counter[Any] = Counter()  # made without a recording, by the way they went
         self._entries = entries
         self._answers: dict[Any, Any] = {}
         self._variants: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
