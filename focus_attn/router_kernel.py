@@ -6,8 +6,8 @@ the products with the combined weight side by side: dividing by the root mean sq
 
 Scores must be those of fp32, or ids would flip. bf16 hidden states are exact in bf16, so the weight is written as a sum
 of three bf16 parts, 24 bits together: three products on tensor cores, exact but for how they are summed. The small
-parts are summed apart, since tensor cores cut off what they add to a large sum. Other dtypes take TF32 in three
-products, 22 bits.
+parts are summed apart, since tensor cores cut off digits whenever they add to a large sum. Other dtypes take TF32 in
+three products, 22 bits.
 """
 
 from __future__ import annotations
@@ -90,13 +90,13 @@ def _router_kernel(
     router = first + tl.arange(0, BLOCK_R)
     at = (batch[:, None] * R + (router % R)[None, :]) * tokens + token[:, None]
     keep = live[:, None] & (router < SIDES * R)[None, :]
-    is_query = (router < R)[None, :]
+    is_query, is_key = (router < R)[None, :], (router >= SIDES * R - R)[None, :]
     for choice in tl.static_range(MOST_K):
         best = tl.argmax(ranked, 2, tie_break_left=True)
         if choice < QUERY_K:
             tl.store(QUERY_IDS + at * QUERY_K + choice, best.to(tl.int64), mask=keep & is_query)
-        if SIDES == 2 and choice < KEY_K:
-            tl.store(KEY_IDS + at * KEY_K + choice, best.to(tl.int64), mask=keep & ~is_query)
+        if (SIDES == 2 or KEY_K != QUERY_K) and choice < KEY_K:
+            tl.store(KEY_IDS + at * KEY_K + choice, best.to(tl.int64), mask=keep & is_key)
         ranked = tl.where(tl.arange(0, BLOCK_K)[None, None, :] == best[:, :, None], -float("inf"), ranked)
 
 
@@ -147,6 +147,7 @@ def launch(router: Router, hidden: Tensor, weight: Tensor, tile: Tile) -> Routin
     query_ids = key_ids = torch.empty(batch, routers, tokens, query_k, dtype=torch.int64, device=device)
     if sides == 2:
         key_scores = torch.empty_like(query_scores)
+    if sides == 2 or key_k != query_k:
         key_ids = torch.empty(batch, routers, tokens, key_k, dtype=torch.int64, device=device)
     rows = batch * tokens
     launch_variant(

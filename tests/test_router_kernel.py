@@ -105,6 +105,7 @@ SIZES = {
     "T5-R8-K64": ((1, 5, 48), 8, {"num_groups": 64}),
     "T40-R1-K6-k23": ((1, 40, 200), 1, {"num_groups": 6, "query_top_k": 2, "key_top_k": 3}),
     "T9-R1-K3-shared-k2": ((2, 9, 16), 1, {"num_groups": 3, "query_top_k": 2, "key_top_k": 2, "shared_router": True}),
+    "T9-R2-K7-shared-k13": ((1, 9, 16), 2, {"num_groups": 7, "key_top_k": 3, "shared_router": True}),
     "T6-R2-K1": ((1, 6, 32), 2, {"num_groups": 1}),
 }
 
