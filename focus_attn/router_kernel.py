@@ -102,6 +102,9 @@ def _router_kernel(
 
 def route(router: Router, hidden: Tensor) -> Routing | None:
     """[B, T, d] -> Routing; None where it must come from PyTorch's operators."""
+    if hidden.is_cuda and hidden.get_device() != torch.cuda.current_device():  # where Triton would launch
+        with torch.cuda.device(hidden.device):
+            return route(router, hidden)
     projection, centroids = router.projection, router.centroids  # looked up once: a module takes its time over it
     if not _serves(router, projection, centroids, hidden):
         return None
@@ -130,7 +133,6 @@ def _serves(router: Router, projection: Tensor, centroids: Tensor, hidden: Tenso
         and config.routing == "causal"
         and config.num_groups <= MOST_GROUPS
         and max(config.query_top_k, config.key_top_k) <= MOST_CHOICES
-        and (not hidden.is_cuda or hidden.get_device() == torch.cuda.current_device())  # Triton launches there
         and torch._C._functorch.peek_interpreter_stack() is None
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch.jit.is_tracing()

@@ -356,3 +356,11 @@ def test_a_cuda_graph_follows_the_parameters(launches: list[Tensor]) -> None:
         change()
         graph.replay()
         assert_same(routing, by_operators(router, hidden))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@torch.no_grad()
+def test_the_layers_of_a_model_may_be_on_another_device(launches: list[Tensor]) -> None:
+    router, hidden = make_router().to("cuda:1"), make_hidden().to("cuda:1")
+    assert_same(router(hidden), by_operators(router, hidden))
+    assert len(launches) == 1
