@@ -69,17 +69,28 @@ class Setup:
         made for the first launch alone."""
         if self._entries is not None:
             arguments = tuple(self._entries.get(id(argument), argument) for argument in arguments)
-        known = self._variants.get(tag)
-        if known is not None:
-            compiled, values = known
-            compiled[grid](*arguments, *values)
-            return
-        constants = make_constants()
-        if "BY_TABLE" in kernel.arg_names:
-            constants = {**constants, "BY_TABLE": self._entries is not None}
-        compiled = kernel[grid](*arguments, **constants, num_warps=warps, num_stages=stages)
-        if compiled is not None:  # Triton's interpreter compiles nothing
-            self._variants[tag] = compiled, tuple(constants[name] for name in kernel.arg_names if name in constants)
+
+        def constants() -> dict[str, Any]:
+            by_table = {"BY_TABLE": self._entries is not None} if "BY_TABLE" in kernel.arg_names else {}
+            return {**make_constants(), **by_table}
+
+        launch_variant(self._variants, tag, kernel, grid, arguments, constants, warps, stages)
+
+
+def launch_variant(
+    variants: dict[Any, tuple[Any, tuple[Any, ...]]], tag: Any, kernel: Any, grid: tuple[int, int, int],
+    arguments: tuple[Any, ...], make_constants: Callable[[], dict[str, Any]], warps: int, stages: int,
+) -> None:  # fmt: skip
+    """variants: what launches with earlier tags compiled; all that can change a variant must be in its tag."""
+    known = variants.get(tag)
+    if known is not None:
+        compiled, values = known
+        compiled[grid](*arguments, *values)
+        return
+    constants = make_constants()
+    compiled = kernel[grid](*arguments, **constants, num_warps=warps, num_stages=stages)
+    if compiled is not None:  # Triton's interpreter compiles nothing
+        variants[tag] = compiled, tuple(constants[name] for name in kernel.arg_names if name in constants)
 
 
 def setup_for(call: AttentionCall, *more: Tensor) -> Setup:
