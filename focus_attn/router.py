@@ -7,13 +7,21 @@ soft assignments that training uses, never the ids, unless `routing="paper_leaky
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import math
+from collections.abc import Callable
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from focus_attn.config import FocusConfig
+from focus_attn.router_weight import forget_weight
+
+EPS = 1e-6  # of the root mean square
+KERNEL_DEVICES = ("cuda",)
 
 
 class Routing(NamedTuple):
@@ -58,6 +66,20 @@ class Router(nn.Module):
 
     def scores(self, hidden: Tensor) -> Tensor:
         """[B, T, d] hidden states -> [sides, B, R, T, K] fp32 scores, bias included."""
+        self._check_hidden(hidden)
+        with torch.autocast(device_type=hidden.device.type, enabled=False):
+            weight = self.combined_weight()
+            scores = nn.functional.linear(normalise(hidden), weight.flatten(0, 2), self.bias.flatten())
+            scores = scores.unflatten(-1, self.bias.shape).permute(2, 0, 3, 1, 4).contiguous()
+        _check_scores(scores)
+        return scores
+
+    def combined_weight(self) -> Tensor:
+        """[sides, R, K, d]. Projection and centroids first, small as they are: one product with hidden states then
+        serves all sides, routers and groups."""
+        return self.centroids @ self.projection.transpose(-1, -2)
+
+    def _check_hidden(self, hidden: Tensor) -> None:
         if hidden.dim() != 3 or hidden.shape[-1] != self.hidden_size:
             raise ValueError(
                 f"hidden states must be [batch, tokens, {self.hidden_size}], got {list(hidden.shape)}: "
@@ -65,20 +87,14 @@ class Router(nn.Module):
             )
         if hidden.device != self.projection.device:
             raise ValueError(f"hidden states are on {hidden.device}, the router on {self.projection.device}")
-        with torch.autocast(device_type=hidden.device.type, enabled=False):
-            # Projection and centroids first, small as they are: then one product serves all sides, routers and groups.
-            weight = self.centroids @ self.projection.transpose(-1, -2)  # [sides, R, K, d]
-            scores = nn.functional.linear(normalise(hidden), weight.flatten(0, 2), self.bias.flatten())
-            scores = scores.unflatten(-1, self.bias.shape).permute(2, 0, 3, 1, 4).contiguous()
-        if value_checks(scores) and not torch.isfinite(scores).all():
-            raise ValueError(
-                "the router met NaN or infinite hidden states: the base model's activations have overflowed; "
-                "look at its dtype and at the input of this layer"
-            )
-        return scores
 
     def forward(self, hidden: Tensor, token_mask: Tensor | None = None) -> Routing:
         """[B, T, d] -> Routing. `token_mask` [B, T] (True = real) matters to `paper_leaky` alone."""
+        if not torch.compiler.is_compiling() and hidden.device.type in KERNEL_DEVICES:
+            self._check_hidden(hidden)
+            routing = _route_by_kernel(self, hidden)
+            if routing is not None:
+                return routing
         scores = self.scores(hidden)
         ranked = scores
         if self.config.routing == "paper_leaky":
@@ -102,6 +118,10 @@ class Router(nn.Module):
             return logits.log_softmax(-1)
         return sinkhorn(logits, self.config.sinkhorn_iters, token_mask)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        forget_weight(self)  # or what is kept would stay on a device that the router leaves
+        return super()._apply(fn, recurse)  # type: ignore[return-value]
+
     def extra_repr(self) -> str:
         return (
             f"hidden_size={self.hidden_size}, routers={self.num_routers}, groups={self.config.num_groups}, "
@@ -111,7 +131,7 @@ class Router(nn.Module):
 
 def normalise(hidden: Tensor) -> Tensor:
     """Hidden states at unit root mean square, fp32: without parameters, so that one temperature serves every layer."""
-    return nn.functional.rms_norm(hidden.float(), hidden.shape[-1:], eps=1e-6)
+    return nn.functional.rms_norm(hidden.float(), hidden.shape[-1:], eps=EPS)
 
 
 def top_groups(scores: Tensor, k: int) -> Tensor:
@@ -136,6 +156,34 @@ def sinkhorn(logits: Tensor, iterations: int, token_mask: Tensor | None = None) 
             log_p = log_p.masked_fill(padding, torch.finfo(log_p.dtype).min / 2)
         log_p = log_p.log_softmax(-1).log_softmax(-2)
     return log_p.transpose(-1, -2).contiguous()
+
+
+def _route_by_kernel(router: Router, hidden: Tensor) -> Routing | None:
+    """None where the kernel cannot: without Triton, or when PyTorch is to see what is computed."""
+    kernel = _kernel()
+    routing: Routing | None = None if kernel is None else kernel.route(router, hidden)
+    if routing is not None:
+        _check_scores(routing.query_scores, routing.key_scores)
+    return routing
+
+
+@functools.cache
+def _kernel() -> ModuleType | None:
+    """Imported at its first use: Triton is optional and takes a moment to import."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from focus_attn import router_kernel
+
+    return router_kernel
+
+
+def _check_scores(*scores: Tensor) -> None:
+    for some in scores:
+        if value_checks(some) and not torch.isfinite(some).all():
+            raise ValueError(
+                "the router met NaN or infinite hidden states: the base model's activations have overflowed; "
+                "look at its dtype and at the input of this layer"
+            )
 
 
 def value_checks(tensor: Tensor) -> bool:

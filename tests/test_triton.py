@@ -114,7 +114,9 @@ def test_the_two_planners_agree(seed: int) -> None:
     nothing = dict.fromkeys([*absent, "query_segments", "key_segments", "query_gate", "key_gate"])
     call = make_call(q, k, k, *ids, num_groups=groups, window=pick.choice([0, 7, 128]), num_sinks=4, **nothing)
     assert triton_plan.serves(call)
-    got, seen_by = triton_plan.plan_far(call, setup_for(call), backward=True)
+    plan = triton_plan.room_for_far(call, backward=True)
+    triton_plan.plan_far(call, setup_for(call), plan)
+    got, seen_by, _ = plan
     want = device_plan.plan_far(call, *device_plan.places(call.tokens))
     torch.testing.assert_close(got.group_starts, want.group_starts, rtol=0, atol=0)
     torch.testing.assert_close(got.ranges, want.ranges, rtol=0, atol=0)
@@ -175,7 +177,7 @@ def fake_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
             grads[2][at] = torch.einsum("hij,ihd->jhd", p, grad).unflatten(1, (-1, repeat)).sum(2)
 
     monkeypatch.setattr(cudnn, "can_serve", lambda shape: True)
-    monkeypatch.setattr(cudnn, "room_for_forward", lambda shape: torch.empty(1))
+    monkeypatch.setattr(cudnn, "room_for_forward", lambda shape: (torch.empty(1), None))
     monkeypatch.setattr(cudnn, "forward", forward)
     monkeypatch.setattr(cudnn, "backward", backward)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from focus_attn.attention.forward_kernels import LENGTHS, LOG2E
 from focus_attn.attention.tiles import load_rows, packed_rows, tile_of_group
-from focus_attn.attention.triton import LENGTHS, LOG2E
 
 
 @triton.jit

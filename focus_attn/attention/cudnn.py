@@ -73,16 +73,11 @@ def forward(
     _run(shape, False, jobs, {1: q, 2: k, 3: v, 4: out, 5: lse}, workspace)
 
 
-def room_for_forward(shape: Shape) -> Tensor:
-    """A workspace for `forward`; it has an address even where no bytes are needed."""
-    return _workspace(max(1, kernels_of_forward(shape)[1]), shape.device)
-
-
-def kernels_of_forward(shape: Shape) -> tuple[Any, int]:
-    """The graph that owns them, for who records their launches and so needs them to stay; bytes of workspace."""
-    graph = _graph(shape, False, False)
-    assert graph is not None, "only asked for shapes that `can_serve` is true of"
-    return graph
+def room_for_forward(shape: Shape) -> tuple[Tensor, Any]:
+    """A workspace for `forward`, which has an address even where no bytes are needed, and the graph that owns the
+    kernels, for who records their launches and so needs them to stay."""
+    graph, size = _graph(shape, False, False)  # type: ignore[misc]
+    return _workspace(max(1, size), shape.device), graph
 
 
 def backward(shape: Shape, jobs: Jobs, tensors: tuple[Tensor, ...], grads: tuple[Tensor, Tensor, Tensor]) -> None:

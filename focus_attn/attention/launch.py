@@ -7,7 +7,7 @@ looked up by that signature once, and launched as it is from then on.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -49,7 +49,7 @@ class Setup:
             "BLOCK_D": max(16, power_of_2(width)),
             "BLOCK_DV": max(16, power_of_2(value_width)),
         }
-        self.calls = 0  # made without a recording
+        self.calls: Counter[Any] = Counter()  # made without a recording, by the way they went
         self._entries = entries
         self._answers: dict[Any, Any] = {}
         self._variants: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
@@ -69,17 +69,28 @@ class Setup:
         made for the first launch alone."""
         if self._entries is not None:
             arguments = tuple(self._entries.get(id(argument), argument) for argument in arguments)
-        known = self._variants.get(tag)
-        if known is not None:
-            compiled, values = known
-            compiled[grid](*arguments, *values)
-            return
-        constants = make_constants()
-        if "BY_TABLE" in kernel.arg_names:
-            constants = {**constants, "BY_TABLE": self._entries is not None}
-        compiled = kernel[grid](*arguments, **constants, num_warps=warps, num_stages=stages)
-        if compiled is not None:  # Triton's interpreter compiles nothing
-            self._variants[tag] = compiled, tuple(constants[name] for name in kernel.arg_names if name in constants)
+
+        def constants() -> dict[str, Any]:
+            by_table = {"BY_TABLE": self._entries is not None} if "BY_TABLE" in kernel.arg_names else {}
+            return {**make_constants(), **by_table}
+
+        launch_variant(self._variants, tag, kernel, grid, arguments, constants, warps, stages)
+
+
+def launch_variant(
+    variants: dict[Any, tuple[Any, tuple[Any, ...]]], tag: Any, kernel: Any, grid: tuple[int, int, int],
+    arguments: tuple[Any, ...], make_constants: Callable[[], dict[str, Any]], warps: int, stages: int,
+) -> None:  # fmt: skip
+    """variants: what launches with earlier tags compiled; all that can change a variant must be in its tag."""
+    known = variants.get(tag)
+    if known is not None:
+        compiled, values = known
+        compiled[grid](*arguments, *values)
+        return
+    constants = make_constants()
+    compiled = kernel[grid](*arguments, **constants, num_warps=warps, num_stages=stages)
+    if compiled is not None:  # Triton's interpreter compiles nothing
+        variants[tag] = compiled, tuple(constants[name] for name in kernel.arg_names if name in constants)
 
 
 def setup_for(call: AttentionCall, *more: Tensor) -> Setup:

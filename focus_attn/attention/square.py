@@ -9,7 +9,7 @@ output.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from focus_attn.attention import cudnn, sorted_rows, triton_plan
 from focus_attn.attention.call import AttentionCall
 from focus_attn.attention.launch import Setup
+from focus_attn.attention.near_far import Seed, launch_near
 from focus_attn.attention.sorted_rows import Copy, room_for, sort_rows
 from focus_attn.attention.triton_plan import SquarePlan
 
@@ -30,16 +31,7 @@ class Room(NamedTuple):
     v: Tensor
     lse: Tensor  # [B, 1, T, heads, 1] fp32
     workspace: Tensor
-
-
-class Seed(NamedTuple):
-    """What tokens saw in their own groups, or the gradients from there, sorted by group: near goes on from it."""
-
-    places: Tensor  # [B, T] int32
-    out: Tensor  # [B * T, heads, Dv] in memory
-    lse: Tensor  # [B * T, heads] fp32
-    first_head: int  # of the KV heads
-    kv_heads: int
+    kernels: Any  # cuDNN's own: they must stay as long as a recording of their launches
 
 
 def serves(call: AttentionCall, setup: Setup) -> bool:
@@ -65,24 +57,26 @@ def _serves(call: AttentionCall) -> bool:
     )
 
 
-def square_forward(call: AttentionCall, setup: Setup, out: Tensor, lse: Tensor) -> None:
+def forward(call: AttentionCall, setup: Setup, out: Tensor, lse: Tensor) -> None:
     """Fills out [B, H, T, Dv] and lse [B, H, T]."""
     launch_forward(call, setup, make_room(call, setup), out, lse)
 
 
+def can_be_recorded(call: AttentionCall, setup: Setup) -> bool:
+    """Whether `launch_forward` does all heads in one piece."""
+    return _heads_at_once(call, setup)[0] == call.k.shape[1]
+
+
 def make_room(call: AttentionCall, setup: Setup) -> Room:
-    step, shape = heads_at_once(call, setup)
+    step, shape = _heads_at_once(call, setup)
     q, k, v = room_for(call, step, "qkv")
-    workspace = cudnn.room_for_forward(shape)
-    return Room(triton_plan.room_for_square(call), q, k, v, _room_for_lse(call, shape), workspace)
+    return Room(triton_plan.room_for_square(call), q, k, v, _room_for_lse(call, shape), *cudnn.room_for_forward(shape))
 
 
 def launch_forward(call: AttentionCall, setup: Setup, room: Room, out: Tensor, lse: Tensor) -> None:
     """Launches alone, and no new tensors: a CUDA graph can hold them."""
-    from focus_attn.attention.triton import launch_near
-
-    step, shape = heads_at_once(call, setup)
-    plan, q, k, v, part_lse, workspace = room
+    step, shape = _heads_at_once(call, setup)
+    plan, q, k, v, part_lse, workspace, _ = room
     triton_plan.plan_square(call, setup, plan, shape.heads, shape.kv_heads)
     slots = plan.slots
     for first in range(0, call.k.shape[1], step):
@@ -93,7 +87,7 @@ def launch_forward(call: AttentionCall, setup: Setup, room: Room, out: Tensor, l
         launch_near(call, setup, None, out, lse, Seed(plan.places, q, part_lse, first, step))
 
 
-def heads_at_once(call: AttentionCall, setup: Setup) -> tuple[int, cudnn.Shape]:
+def _heads_at_once(call: AttentionCall, setup: Setup) -> tuple[int, cudnn.Shape]:
     """KV heads that a forward does at a time, and cuDNN's graph for them."""
     answer: tuple[int, cudnn.Shape] = setup.once("square forward", lambda: _step_and_shape(call, copies=3))
     return answer

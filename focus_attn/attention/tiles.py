@@ -6,15 +6,16 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["a", "b", "c", "d", "e", "f"])
-def fill_table_kernel(TABLE, a: tl.int64, b: tl.int64, c: tl.int64, d: tl.int64, e: tl.int64, f: tl.int64):
-    """Six addresses, 16 bytes apart."""
+@triton.jit(do_not_specialize=["a", "b", "c", "d", "e", "f", "g"])
+def fill_table_kernel(TABLE, a: tl.int64, b: tl.int64, c: tl.int64, d: tl.int64, e: tl.int64, f: tl.int64, g: tl.int64):
+    """Seven addresses, 16 bytes apart."""
     tl.store(TABLE, a)
     tl.store(TABLE + 2, b)
     tl.store(TABLE + 4, c)
     tl.store(TABLE + 6, d)
     tl.store(TABLE + 8, e)
     tl.store(TABLE + 10, f)
+    tl.store(TABLE + 12, g)
 
 
 @triton.jit

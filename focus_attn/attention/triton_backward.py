@@ -19,8 +19,8 @@ from focus_attn.attention.call import AttentionCall
 from focus_attn.attention.device_plan import FarPlan, places, plan_far, plan_near, seen_by
 from focus_attn.attention.launch import Setup, ceil_div, power_of_2, setup_for, with_ids_in_a_row
 from focus_attn.attention.merge import sink_logits_grad
+from focus_attn.attention.near_far import Seed, can_meet_twice, has_far_pairs, rows_and_strides, set_bits, tile_for
 from focus_attn.attention.stock import Gradients
-from focus_attn.attention.triton import can_meet_twice, has_far_pairs, rows_and_strides, set_bits, tile_for
 
 QUERIES_A_STRETCH = 512
 
@@ -107,7 +107,7 @@ class _Pass:
 
     def query_side(
         self, dq: Tensor, sums: Tensor | None, planned: tuple[Tensor, ...], sets: tuple[Tensor, Tensor],
-        *, visit: int = 0, plain: bool = False, seed: square.Seed | None = None,
+        *, visit: int = 0, plain: bool = False, seed: Seed | None = None,
     ) -> None:  # fmt: skip
         """planned: query slots, key slots, ranges, sink ranges, group starts. seed: cuDNN's dq."""
         first, heads = (0, self.call.k.shape[1]) if seed is None else (seed.first_head, seed.kv_heads)
@@ -121,7 +121,7 @@ class _Pass:
 
     def key_side(
         self, dk: Tensor, dv: Tensor, sums: Tensor | None, planned: tuple[Tensor, ...], sets: tuple[Tensor, Tensor],
-        *, visit: int = 0, plain: bool = False, seed: square.Seed | None = None, seed_v: Tensor | None = None,
+        *, visit: int = 0, plain: bool = False, seed: Seed | None = None, seed_v: Tensor | None = None,
     ) -> None:  # fmt: skip
         """planned: query slots, key slots, seen by, sinks seen by, group starts, key entries. seed: cuDNN's dk."""
         first, heads = (0, self.call.k.shape[1]) if seed is None else (seed.first_head, seed.kv_heads)
@@ -183,7 +183,9 @@ def _backward(call: AttentionCall, setup: Setup, grad: Tensor, rows: Row) -> Gra
     gated = call.query_gate is not None and call.key_gate is not None
     if has_far_pairs(call):
         if counted:
-            far, met = triton_plan.plan_far(call, setup, backward=True)
+            counted_plan = triton_plan.room_for_far(call, backward=True)
+            triton_plan.plan_far(call, setup, counted_plan)
+            far, met, _ = counted_plan
         else:
             far = plan_far(call, query, key)
             met = seen_by(far.ranges, far.key_slots.shape[-1])
@@ -218,11 +220,11 @@ def _square_backward(call: AttentionCall, setup: Setup, grad: Tensor, out: Tenso
     ids = call.key_groups
     for places_, first, step, (dq, dk, dv) in square.group_gradients(call, setup, grad, out, lse):
         near.query_side(
-            grads.q, None, (nothing,) * 5, (ids, ids), plain=True, seed=square.Seed(places_, dq, nothing, first, step)
+            grads.q, None, (nothing,) * 5, (ids, ids), plain=True, seed=Seed(places_, dq, nothing, first, step)
         )
         near.key_side(
             grads.k, grads.v, None, (nothing,) * 6, (ids, ids), plain=True,
-            seed=square.Seed(places_, dk, nothing, first, step), seed_v=dv,
+            seed=Seed(places_, dk, nothing, first, step), seed_v=dv,
         )  # fmt: skip
     return grads
 

@@ -180,31 +180,53 @@ def serves(call: AttentionCall) -> bool:
     )
 
 
-def plan_far(call: AttentionCall, setup: Setup, backward: bool = False) -> tuple[FarPlan, Tensor | None]:
-    """The plan, and for a backward the ranges from the keys' side, [B, R, query_k, 2, Tk] int32."""
+class CountedPlan(NamedTuple):
+    """A far plan, and what it is made from."""
+
+    far: FarPlan
+    seen_by: Tensor | None  # [B, R, query_k, 2, Tk] int32: for a backward, the ranges from the keys' side
+    counts: Tensor  # the histograms it is made from
+
+
+def room_for_far(call: AttentionCall, backward: bool = False) -> CountedPlan:
+    """A plan that is still to be made."""
     batch, routers, num_queries, choices = call.query_groups.shape
-    num_keys, groups, lines, device = call.k.shape[2], call.pattern.num_groups, batch * routers, call.q.device
-    query_slots = torch.empty(batch, routers, choices, num_queries, dtype=torch.int32, device=device)
-    ranges = torch.empty(batch, routers, choices, 2, num_queries, dtype=torch.int32, device=device)
-    starts = torch.empty(batch, routers, choices, groups + 1, dtype=torch.int32, device=device)
-    key_slots = torch.empty(batch, routers, num_keys, dtype=torch.int32, device=device)
-    key_starts = torch.empty(batch, routers, groups + 1, dtype=torch.int32, device=device)
-    seen_by = torch.empty(batch, routers, choices, 2, num_keys, dtype=torch.int32, device=device) if backward else None
+    num_keys, groups = call.k.shape[2], call.pattern.num_groups
+
+    def room(*shape: int) -> Tensor:
+        return torch.empty(batch, routers, *shape, dtype=torch.int32, device=call.q.device)
+
+    key_slots = room(num_keys)
+    far = FarPlan(
+        query_slots=room(choices, num_queries),
+        ranges=room(choices, 2, num_queries),
+        group_starts=room(choices, groups + 1),
+        key_slots=key_slots,
+        key_starts=room(groups + 1),
+        key_entries=key_slots,
+    )
+    seen_by = room(choices, 2, num_keys) if backward else None
+    return CountedPlan(far, seen_by, _room_for_counts(call, *_sizes(call)))
+
+
+def plan_far(call: AttentionCall, setup: Setup, plan: CountedPlan) -> None:
+    """Fills `plan`."""
+    batch, routers, num_queries, choices = call.query_groups.shape
+    far, seen_by, counts = plan
+    backward, slots = seen_by is not None, far.key_slots
     query_ids, key_ids = call.query_groups, call.key_groups
     sizes, blocks = _sizes(call)
-    counts = _room_for_counts(call, sizes, blocks)
     _count(call, setup, sizes, blocks, query_ids, key_ids, counts, call.pattern.num_sinks)
     setup.launch(
-        ("place", backward), _place_kernel, (blocks, choices + (choices if backward else 1), lines),
+        ("place", backward), _place_kernel, (blocks, choices + (choices if backward else 1), batch * routers),
         (
             query_ids, key_ids, counts,
-            query_slots, ranges, starts, key_slots, key_starts, ranges if seen_by is None else seen_by,
-            key_slots, key_slots, key_slots,
-            num_queries, num_keys, call.pattern.num_sinks, blocks, call.pattern.window, 0, 0, 0,
+            far.query_slots, far.ranges, far.group_starts, slots, far.key_starts, slots if seen_by is None else seen_by,
+            slots, slots, slots,
+            num_queries, call.k.shape[2], call.pattern.num_sinks, blocks, call.pattern.window, 0, 0, 0,
         ),
         lambda: {**sizes, "CHUNK": COUNTS_AT_ONCE, "SQUARE": False, "BACKWARD": backward},
     )  # fmt: skip
-    return FarPlan(query_slots, ranges, starts, key_slots, key_starts, key_slots), seen_by
 
 
 class SquarePlan(NamedTuple):

@@ -112,7 +112,7 @@ def _router_ms(setting: Setting, length: int, generator: torch.Generator) -> flo
     config = FocusConfig(
         num_groups=ids.num_groups, query_top_k=ids.query_k, key_top_k=ids.key_k, shared_router=ids.shared
     )
-    router = Router(config, HIDDEN, ids.routers, shape.device)
+    router = Router(config, HIDDEN, ids.routers, shape.device).eval()
     sizes = (1, length, HIDDEN)
     hidden = torch.randn(sizes, generator=generator, device=shape.device, dtype=shape.dtype)
     router(hidden)

@@ -1,0 +1,244 @@
+"""The general way through a call: near, then far.
+
+Far runs over copies of the keys sorted by group, and over the queries sorted by the group they visit. A query that
+visits several groups takes part in several rounds of it, one after the other, so that no two programs write one row. A
+few KV heads go at a time, so that the sorted copies stay small beside the output.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from focus_attn.attention import bulk, sorted_rows, triton_plan
+from focus_attn.attention.call import AttentionCall
+from focus_attn.attention.device_plan import FarPlan, NearPlan, places, plan_far, plan_near
+from focus_attn.attention.forward_kernels import far_kernel, near_kernel
+from focus_attn.attention.launch import Setup, Tile, ceil_div, power_of_2
+from focus_attn.attention.sorted_rows import Copy, room_for, sort_rows
+from focus_attn.attention.triton_plan import CountedPlan
+from focus_attn.visibility import EVERYTHING
+
+
+class Room(NamedTuple):
+    """What the forward of a plain call writes on its way: the plan, and sorted copies of some heads."""
+
+    plan: CountedPlan
+    k: Tensor  # [B, lines, Tk, heads a line, D]
+    v: Tensor
+
+
+class Seed(NamedTuple):
+    """What tokens saw in their own groups, or the gradients from there, sorted by group: near goes on from it."""
+
+    places: Tensor  # [B, T] int32
+    out: Tensor  # [B * T, heads, Dv] in memory
+    lse: Tensor  # [B * T, heads] fp32
+    first_head: int  # of the KV heads
+    kv_heads: int
+
+
+def forward(call: AttentionCall, setup: Setup, out: Tensor, lse: Tensor) -> None:
+    """Fills out [B, H, Tq, Dv] and lse [B, H, Tq]."""
+    if triton_plan.serves(call):
+        if has_far_pairs(call):
+            launch_forward(call, setup, make_room(call, setup), out, lse)
+        else:
+            launch_near(call, setup, None, out, lse)
+        return
+    query, key = places(call.tokens)
+    launch_near(call, setup, plan_near(query, key, call.pattern), out, lse)
+    if has_far_pairs(call):
+        plan = plan_far(call, query, key)
+        _launch_far(call, setup, plan, *_room_for_keys(call, setup, plan.key_slots.shape[-1]), out, lse)
+
+
+def can_be_recorded(call: AttentionCall, setup: Setup) -> bool:
+    """Whether `launch_forward` does it, in one piece."""
+    return (
+        triton_plan.serves(call)
+        and has_far_pairs(call)
+        and not bulk.serves(call, setup)
+        and _heads_at_once(call, setup) == call.k.shape[1]
+    )
+
+
+def make_room(call: AttentionCall, setup: Setup) -> Room:
+    return Room(triton_plan.room_for_far(call), *_room_for_keys(call, setup, call.k.shape[2]))
+
+
+def launch_forward(call: AttentionCall, setup: Setup, room: Room, out: Tensor, lse: Tensor) -> None:
+    """Launches alone, and no new tensors but for `bulk.py`: a CUDA graph can hold them."""
+    launch_near(call, setup, None, out, lse)
+    triton_plan.plan_far(call, setup, room.plan)
+    _launch_far(call, setup, room.plan.far, room.k, room.v, out, lse)
+
+
+def has_far_pairs(call: AttentionCall) -> bool:
+    """Whether a key can lie beyond the window. Known without a look at the positions, which may have gaps."""
+    return call.pattern.window < EVERYTHING
+
+
+def launch_near(
+    call: AttentionCall, setup: Setup, plan: NearPlan | None, out: Tensor, lse: Tensor, seed: Seed | None = None
+) -> None:
+    """plan: None where positions are plain. seed: what queries saw in their groups, for a run of KV heads."""
+    (batch, _, num_queries, _), (_, kv_heads, num_keys, _) = call.q.shape, call.k.shape
+    tile, pattern = setup.once("near tile", lambda: tile_for("near", call)), call.pattern
+    planned = (lse, lse, lse) if plan is None else (plan.query_slots, plan.key_slots, plan.ranges)
+    seeds = (lse, lse, lse, lse) if seed is None else (call.key_groups, seed.places, seed.out, seed.lse)
+    first_head, heads = (0, kv_heads) if seed is None else (seed.first_head, seed.kv_heads)
+    tensors, strides = rows_and_strides(call, setup, out)
+    tiles = ceil_div(num_queries, tile.rows // setup.heads_a_key)
+    setup.launch(
+        "near" if seed is None else "near, seeded", near_kernel, (tiles, heads, batch),
+        (
+            *tensors, lse, *planned, *seeds, *strides,
+            num_queries, num_keys, kv_heads, first_head, heads * setup.heads_a_key, pattern.window, pattern.num_sinks,
+            call.scale, call.softcap or 1.0,
+        ),
+        lambda: {
+            "PLAIN": plan is None, "SQUARE": seed is not None, "SINKS": pattern.num_sinks > 0,
+            **setup.sizes, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys,
+        },
+        warps=tile.warps, stages=tile.stages,
+    )  # fmt: skip
+
+
+def _launch_far(
+    call: AttentionCall, setup: Setup, plan: FarPlan, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> None:
+    """k, v: room for sorted copies."""
+    (batch, _, num_queries, _), (_, kv_heads, num_keys, _) = call.q.shape, call.k.shape
+    routers, query_k = call.query_groups.shape[1], call.query_groups.shape[3]
+    groups, entries = call.pattern.num_groups, plan.key_slots.shape[-1]
+    dedup, in_bulk = can_meet_twice(call), bulk.serves(call, setup)
+    bits, barred = set_bits(call) if dedup else (plan.key_slots, plan.key_slots)
+    ranged = call.tokens.key_segments is not None or call.pattern.sliding_window is not None
+    tile = setup.once("far tile", lambda: tile_for("far", call))
+    rows = tile.rows // setup.heads_a_key
+    tiles = ceil_div(num_queries, rows) + groups  # every group may end in a tile that is not full
+    (q, _, _, out), strides = rows_and_strides(call, setup, out)
+    step = _heads_at_once(call, setup)
+    strides = (*strides[:3], *sorted_rows.strides(k), *sorted_rows.strides(v), *strides[9:])
+    for first_head in range(0, kv_heads, step):
+        slots = plan.key_slots if routers == 1 else plan.key_slots[:, first_head : first_head + step]
+        _sort_keys(call, setup, slots, k, v, first_head)
+        for visit in range(query_k):
+            part = (lse, lse)
+            if in_bulk:
+                part = bulk.bulk_forward(call, setup, plan, k, v, first_head, visit, rows)
+            setup.launch(
+                "far", far_kernel, (tiles, step, batch),
+                (
+                    q, k, v, out, lse,
+                    plan.query_slots, plan.key_slots, plan.ranges, plan.group_starts, bits, barred, *part, *strides,
+                    num_queries, num_keys, entries, kv_heads, first_head, routers, visit,
+                    call.scale, call.softcap or 1.0,
+                ),
+                lambda: {
+                    "VISITS": query_k, "GROUPS": groups, "BLOCK_GROUPS": power_of_2(groups),
+                    "RANGED": ranged, "DEDUP": dedup,
+                    "BULK": in_bulk, "JOB_ROWS": bulk.job_rows(rows), "LEAST": bulk.LEAST_KEYS,
+                    **setup.sizes, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys,
+                },
+                warps=tile.warps, stages=tile.stages,
+            )  # fmt: skip
+
+
+def _heads_at_once(call: AttentionCall, setup: Setup) -> int:
+    """KV heads whose keys are sorted at a time."""
+    copies = 3 if bulk.serves(call, setup) else 2
+    step: int = setup.once("far step", lambda: sorted_rows.heads_at_once(call, copies))
+    return step
+
+
+def _room_for_keys(call: AttentionCall, setup: Setup, entries: int) -> tuple[Tensor, Tensor]:
+    k, v = room_for(call, _heads_at_once(call, setup), "kv", entries)
+    return k, v
+
+
+def _sort_keys(call: AttentionCall, setup: Setup, slots: Tensor, k: Tensor, v: Tensor, first_head: int) -> None:
+    keys, values = Copy(call.k, k, first_head, slots), Copy(call.v, v, first_head, slots)
+    if k.shape[-1] == v.shape[-1]:
+        sort_rows(setup, "k, v", keys, values)
+    else:
+        sort_rows(setup, "k", keys)
+        sort_rows(setup, "v", values)
+
+
+def can_meet_twice(call: AttentionCall) -> bool:
+    """Whether a pair can share several groups, and so would be met in several of them."""
+    return min(call.query_groups.shape[-1], call.key_groups.shape[-1]) > 1
+
+
+def set_bits(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """Each key's groups as bits [B, R, Tk], and for each visit of a query those of its earlier ones [B, R, k, Tq]."""
+    key_bits = _bits(call.key_groups).flatten(0, -2).T  # [key_k, ...]
+    bits = key_bits[0].clone()
+    for more in key_bits[1:]:
+        bits |= more
+    query_bits = _bits(call.query_groups).movedim(-1, 2).contiguous()  # [B, R, query_k, Tq]
+    barred = torch.zeros_like(query_bits)
+    for visit in range(1, query_bits.shape[2]):
+        barred[:, :, visit] = barred[:, :, visit - 1] | query_bits[:, :, visit - 1]
+    return bits.view(call.key_groups.shape[:3]), barred
+
+
+def _bits(ids: Tensor) -> Tensor:
+    return torch.ones_like(ids) << ids
+
+
+def rows_and_strides(
+    call: AttentionCall, setup: Setup, out: Tensor
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], tuple[int, ...]]:
+    """q, k, v and out with rows that run on in memory, and their strides (batch, head, token)."""
+    tensors = call.q, call.k, call.v, out
+    contiguous = setup.once("contiguous", lambda: [x.stride(-1) == 1 for x in tensors])
+    if not all(contiguous):
+        q, k, v, out = (x if fine else x.contiguous() for x, fine in zip(tensors, contiguous, strict=True))
+        tensors = q, k, v, out
+    strides = setup.once("strides", lambda: tuple(stride for x in tensors for stride in x.stride()[:3]))
+    return tensors, strides
+
+
+def tile_for(kernel: str, call: AttentionCall) -> Tile:
+    """Measured on an H200 in bf16 at 32 heads x 128 and 9 heads x 64; smaller where a row takes more shared memory."""
+    width = max(call.q.shape[-1], call.v.shape[-1]) * call.q.element_size()
+    if width > 512:
+        return Tile(32, 32, 4, 1)
+    if width > 256:
+        return Tile(64, 32, 4, 1)
+    narrow = width <= 128
+    tiles = {
+        "near": Tile(64, 32, 4, 3),
+        "far": Tile(128, 128, 8, 3),
+        "near, query side": Tile(64, 32, 4, 2),
+        "near, key side": Tile(32, 64, 4, 2),
+        "far, query side": Tile(128, 128, 8, 2) if narrow else Tile(64, 64, 4, 2),
+        "far, key side": Tile(64, 64, 4, 1) if narrow else Tile(64, 64, 4, 2),
+        "sinks": Tile(64, 16, 4, 2),
+    }
+    return _fitting(tiles[kernel], width, _shared_memory(call.q.device))
+
+
+def _fitting(tile: Tile, width: int, room: int) -> Tile:
+    """Fewer stages, then fewer keys, on devices with less shared memory than an H200: an A100 has 163 KiB a block, most
+    others 99. width: bytes of a row."""
+    while (tile.rows + 2 * tile.stages * tile.keys) * width > room and tile.stages > 1:
+        tile = tile._replace(stages=tile.stages - 1)
+    while (tile.rows + 2 * tile.stages * tile.keys) * width > room and tile.keys > 16:
+        tile = tile._replace(keys=tile.keys // 2)
+    return tile
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a block may have."""
+    if device.type != "cuda":
+        return 1 << 20  # Triton's interpreter has no such limit
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))  # AMD's
