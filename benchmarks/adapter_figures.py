@@ -5,7 +5,8 @@
 
 Texts are files, folders, or token ids (`NAME.npy` beside `NAME_len.npy`: its documents' lengths). Perplexity is as
 in `block_perplexity`: non-overlapping blocks inside a document, predictions past the window, against the frozen model
-without Focus on the same blocks. `--go-on-from` trains an adapter further instead of starting a new one.
+without Focus on the same blocks. `--go-on-from` trains an adapter further instead of starting a new one; with
+`--measure-alone` it is measured as it is.
 """
 
 from __future__ import annotations
@@ -65,15 +66,18 @@ def largest_groups(model: FocusModel, held_out: torch.Tensor) -> dict[str, float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", type=Path)
-    parser.add_argument("--train", type=Path, action="append", required=True, help="may be given several times")
+    parser.add_argument("--train", type=Path, action="append", default=[], help="may be given several times")
     parser.add_argument("--test", type=Path, required=True, help="measured at 8,192 and 2,048 tokens")
     parser.add_argument("--elsewhere", type=Path, help="text of another kind, measured at 2,048 tokens")
     parser.add_argument("--blocks", type=int, default=48, help="of 8,192 tokens; twice as many of 2,048")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--go-on-from", help="a folder, or the name of a shipped adapter")
-    parser.add_argument("--save", type=Path, required=True)
+    parser.add_argument("--measure-alone", action="store_true", help="train nothing: needs --go-on-from")
+    parser.add_argument("--save", type=Path, help="where the adapter and its checkpoints go")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
+    if options.measure_alone != (options.save is None) or (options.measure_alone and not options.go_on_from):
+        parser.error("give --save DIR to train, or --go-on-from ADAPTER --measure-alone")
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_default_model(dtype=torch.bfloat16, device=device)
@@ -90,20 +94,15 @@ def main() -> None:
     if options.go_on_from:
         model = FocusModel.from_pretrained(model, find_adapter(options.go_on_from))
         recipe = dataclasses.replace(recipe, start=None, focus=model.focus_config)
-    text = [document for path in options.train for document in read[path]]
-    result = train(model, text, recipe, output=options.save, device=device)
-    cast_parameters(base_parameters(result.model).values(), torch.bfloat16)  # one that was trained is in fp32
-    figures = {name: compared(block_perplexity(result.model, ids), base[name]) for name, ids in held_out.items()}
-    write_json(
-        options.json,
-        {
-            "recipe": recipe.to_dict(),
-            "train_tokens": sum(map(len, text)),
-            "seconds": result.seconds,
-            "largest_group": largest_groups(result.model, held_out["8192"][:8]),
-            **figures,
-        },
-    )
+    training: dict[str, Any] = {"trained": "nothing", "adapter": Path(options.go_on_from or "").name}
+    if not options.measure_alone:
+        text = [document for path in options.train for document in read[path]]
+        result = train(model, text, recipe, output=options.save, device=device)
+        model, training = result.model, {"train_tokens": sum(map(len, text)), "seconds": result.seconds}
+    cast_parameters(base_parameters(model).values(), torch.bfloat16)  # one that was trained is in fp32
+    figures = {name: compared(block_perplexity(model, ids), base[name]) for name, ids in held_out.items()}
+    largest = largest_groups(model, held_out["8192"][:8])
+    write_json(options.json, {"recipe": recipe.to_dict(), **training, "largest_group": largest, **figures})
 
 
 if __name__ == "__main__":
