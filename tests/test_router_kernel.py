@@ -315,7 +315,7 @@ def test_autocast_changes_nothing() -> None:
 @torch.no_grad()
 def test_a_model_says_the_same_with_it(launches: list[Tensor]) -> None:
     model = get_focus_model(tiny_model("llama"), FocusConfig(window=4, num_groups=4)).to(DEVICE)
-    ids = torch.randint(0, 100, (1, 24), device=DEVICE)
+    ids = torch.randint(0, model.config.vocab_size, (1, 24), device=DEVICE)
     got = model(ids).logits
     assert launches
     with pytest.MonkeyPatch.context() as patch:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from focus_attn.training.data import TokenStore
+from focus_attn.training.repeats import repeat_passages
 
 Span = tuple[int, int]  # from, up to before: places in the store
 PADDING = -1  # the segment of what fills a packed block up
@@ -109,10 +110,13 @@ class ShuffledBlocks(Dataset):
     """Blocks in an order that depends on the seed alone, epoch after epoch, as many as a run takes.
 
     Item i is the same whenever it is asked for, so the position in the data is a number.
+
+    repeats: share of the tokens that are replaced by passages from more than `window` tokens before.
     """
 
-    def __init__(self, blocks: Blocks, seed: int, count: int) -> None:
+    def __init__(self, blocks: Blocks, seed: int, count: int, repeats: float = 0.0, window: int = 0) -> None:
         self.blocks, self.seed, self.count = blocks, seed, count
+        self.repeats, self.window = repeats, window
         self._epoch, self._order = -1, torch.empty(0)
 
     def __len__(self) -> int:
@@ -123,4 +127,9 @@ class ShuffledBlocks(Dataset):
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
             self._epoch, self._order = epoch, torch.randperm(len(self.blocks), generator=generator)
-        return self.blocks[int(self._order[place])]
+        block = self.blocks[int(self._order[place])]
+        if self.repeats:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
+            ids, segments = block["input_ids"], block.get("segments")
+            block["input_ids"] = repeat_passages(ids, segments, self.repeats, self.window + 1, generator)
+        return block

@@ -175,7 +175,8 @@ def _run_stages(
         if within and position.step == stage.steps:
             continue
         _freeze(run.model, stage)
-        data = ShuffledBlocks(stages[index], run.recipe.seed * 1009 + index, _sequences(stage))
+        seed, window = run.recipe.seed * 1009 + index, run.model.focus_config.window
+        data = ShuffledBlocks(stages[index], seed, _sequences(stage), stage.repeats, window)
         trainer = FocusTrainer(run, index, data, [*_tensorboard(run, index), *callbacks])
         trainer.train(resume_from_checkpoint=str(found.folder) if found is not None and within else None)
         position = trainer.position

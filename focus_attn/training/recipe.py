@@ -85,6 +85,7 @@ class Stage:
     max_grad_norm: float = number(1.0, "gradients are clipped to this length; 0: never")
     weight_decay: float = number(0.0, "of the other weights; routers have none")
     budget: float | None = number(None, "share of the causal pairs to keep at `length`", 0, 1)
+    repeats: float = number(0.0, "share of the tokens that repeat a passage from beyond the window", 0, 0.5)
     bias_rate: float = number(1e-3, "how far a group's bias moves against its load in a step; 0: never")
     exploration_end: float = number(1.0, "what is left of the probes' weight at the last step, falling evenly", 0, 1)
     options: dict[str, float] = dataclasses.field(

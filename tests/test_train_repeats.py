@@ -1,0 +1,60 @@
+"""Training text in which passages come once more."""
+
+import pytest
+import torch
+
+from focus_attn.training.blocks import ShuffledBlocks
+from focus_attn.training.recipe import Stage
+from focus_attn.training.repeats import SHORTEST, repeat_passages
+
+WINDOW = 100
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.15, 0.5])
+def test_so_many_tokens_are_those_of_an_earlier_passage(share: float):
+    ids = torch.arange(20_000)
+    again = repeat_passages(ids, None, share, WINDOW + 1, generator())
+    places = (again != ids).nonzero()[:, 0]
+    assert len(places) / len(ids) == pytest.approx(share, rel=0.15)
+    assert (places - again[places] > WINDOW).all()  # a token is its own place here
+    runs = torch.tensor_split(again[places], (places.diff() != 1).nonzero()[:, 0] + 1)
+    assert sum(len(run) >= SHORTEST for run in runs) > 0.9 * len(runs)
+
+
+def test_a_passage_stays_in_its_document():
+    ids, segments = torch.arange(4000), torch.arange(4000) // 500
+    again = repeat_passages(ids, segments, 0.3, WINDOW, generator())
+    assert (again != ids).any()
+    assert torch.equal(segments[again], segments)
+
+
+def test_short_text_has_nothing_to_repeat():
+    ids = torch.arange(WINDOW)
+    assert torch.equal(repeat_passages(ids, None, 0.5, WINDOW + 1, generator()), ids)
+
+
+class OneBlock:
+    """What `ShuffledBlocks` asks of its blocks."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.arange(3000)}
+
+
+def test_a_place_in_the_data_has_its_own_passages_whenever_it_is_asked_for():
+    data = ShuffledBlocks(OneBlock(), 3, 10, 0.2, WINDOW)
+    first, second = data[0]["input_ids"], data[1]["input_ids"]
+    assert not torch.equal(first, second)
+    assert torch.equal(ShuffledBlocks(OneBlock(), 3, 10, 0.2, WINDOW)[1]["input_ids"], second)
+    assert not torch.equal(ShuffledBlocks(OneBlock(), 4, 10, 0.2, WINDOW)[1]["input_ids"], second)
+
+
+def test_more_than_half_is_refused():
+    with pytest.raises(ValueError, match="repeats"):
+        Stage(repeats=0.6)
