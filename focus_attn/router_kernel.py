@@ -189,10 +189,10 @@ def tile_for(rows: int, routers: int, groups: int, parts: int, bytes_a_weight: i
     most = max(fewest, min(power_of_2(routers), MOST_GROUPS // columns))
     choices = [(tokens, most) for tokens in (128, 64)]
     choices += [(tokens, max(fewest, most // share)) for share in (2, 4, 8, 16) for tokens in (64, 32, 16)]
-    enough = processors * 3 // 4
+    # A third of the device with tiles of 64 tokens is faster than all of it with smaller ones (H200).
+    enough = {128: processors * 3 // 4, 64: processors // 3, 32: processors // 3, 16: 0}
     tokens, together = next(
-        (choice for choice in choices if ceil_div(rows, choice[0]) * ceil_div(routers, choice[1]) >= enough),
-        (16, fewest),
+        choice for choice in choices if ceil_div(rows, choice[0]) * ceil_div(routers, choice[1]) >= enough[choice[0]]
     )
     depth = (64 if tokens >= 64 else 128) // (bytes_a_weight // 2)
     step = depth * (tokens + parts * together * columns) * bytes_a_weight
