@@ -166,6 +166,23 @@ def test_it_begins_nothing_after_its_time(tmp_path):
     assert "the same command goes on" in stopped.stopped
 
 
+def test_a_row_that_needs_too_much_memory_holds_nobody_up(tmp_path, monkeypatch):
+    make = Workshop.make
+
+    def greedy(self, method, seed):
+        if method.focus is not None:
+            raise torch.OutOfMemoryError
+        return make(self, method, seed)
+
+    monkeypatch.setattr(Workshop, "make", greedy)
+    first, second = COMPARISON.methods[:2]
+    short = dataclasses.replace(COMPARISON, methods=(second, first))
+    outcome = run(short, settings(tmp_path))
+    assert {cell["row"] for cell in outcome.cells} == {first.name}
+    assert f"out of memory: {second.name}" in outcome.stopped
+    assert {cell["row"] for cell in read_cells(tmp_path / FILE)} == {first.name}  # it is no result
+
+
 def test_training_that_is_stopped_goes_on(tmp_path, monkeypatch):
     short = dataclasses.replace(COMPARISON, methods=COMPARISON.methods[:2])
     with monkeypatch.context() as patch:

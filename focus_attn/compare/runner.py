@@ -67,10 +67,15 @@ def run(comparison: Comparison, settings: Settings) -> Outcome:
             return outcome
         for model_name in comparison.models:
             model = _Model(comparison, model_name, settings, store, deadline)
-            for cell in model.cells():
-                outcome.cells.append(cell)
-            if model.requests is not None:
-                outcome.tasks = task_table(model.requests, model.score_files)
+            try:
+                for cell in model.cells():
+                    outcome.cells.append(cell)
+            finally:  # what is scored by then
+                if model.requests is not None:
+                    outcome.tasks = task_table(model.requests, model.score_files)
+            if model.too_large:
+                rows = ", ".join(model.too_large)
+                outcome.stopped = f"out of memory: {rows}. The same command tries them again; `micro_batch` lowers it"
     except OutOfTimeError:
         outcome.stopped = f"stopped after the {settings.seconds:.0f} s given: the same command goes on"
     return outcome
@@ -112,6 +117,7 @@ class _Model:
         if self.requests is not None and len(comparison.models) > 1:
             raise ValueError("--requests holds tokens of one model: give that --model alone")
         self.score_files: dict[str, Path] = {}
+        self.too_large: list[str] = []  # rows for which there was not enough memory
         self.begun = 0  # cells
         self.costs: dict[tuple[str, _Place], float] = {}  # (row, place) -> share, for rows of equal cost
 
@@ -123,7 +129,12 @@ class _Model:
     def cells(self) -> Iterator[Cell]:
         for method in self.comparison.methods:
             for seed in self.comparison.seeds_of(method):
-                yield from self._row(method, seed)
+                try:
+                    yield from self._row(method, seed)
+                except torch.OutOfMemoryError:  # no result: whoever else uses the device may be gone next time
+                    self.too_large.append(method.name)
+                    self.settings.log(f"{method.name}: out of memory")
+                    self._free_memory()
 
     def _row(self, method: Method, seed: int) -> Iterator[Cell]:
         """A row is made once, and only if one of its cells is missing."""
@@ -148,9 +159,12 @@ class _Model:
             subject = self._score(method, subject, seed)
         if subject is not None and subject.model is not self.workshop.model:  # a copy, whose memory the next one needs
             del subject
-            gc.collect()
-            if self.settings.device.type == "cuda":
-                torch.cuda.empty_cache()
+            self._free_memory()
+
+    def _free_memory(self) -> None:
+        gc.collect()
+        if self.settings.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _score(self, method: Method, subject: Subject | None, seed: int) -> Subject | None:
         """The benchmarks of a row, which is made for them if it is not there yet."""
