@@ -18,7 +18,7 @@ from focus_attn.attention.call import AttentionCall
 from focus_attn.attention.launch import Setup, ceil_div, power_of_2
 from focus_attn.attention.tiles import real_address
 
-SMALL_COPIES = 200  # a share of the device's memory that is never too much: one in so many
+SMALL_COPIES = 170  # a share of the device's memory that is never too much: one in so many
 BLOCK = 64
 
 
