@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 WORTH_WARMING_UP = 2.0  # seconds: what a first run pays extra is lost in anything longer
+WARM_UPS = {"cuda": 3, "cpu": 1}  # a kind of call is recorded at its third time (attention/recorded.py)
 QUICK, FEWEST_QUICK_RUNS = 0.2, 3  # what takes less than this share of the slowest runs at least so often
 LONGEST_REASON = 200  # characters: compilers tell long stories
 
@@ -49,16 +50,19 @@ def race(
 ) -> dict[str, Measured]:
     """Time contenders in turns, so that a slow spell of the machine strikes all of them.
 
-    Each runs once uncounted before, unless it is expected (seconds) to take so long that a first run's extra cost is
-    lost in it. No round begins that would end after `deadline` (perf_counter), but one always does. A contender that
+    Each runs uncounted before, unless it is expected (seconds) to take so long that a first run's extra cost is lost in
+    it. No round begins that would end after `deadline` (perf_counter), but one always does. A contender that
     fails, out of memory or for want of a kernel, is out and says why.
     """
     measured = {contender.name: Measured() for contender in contenders}
     warm = [one for one in contenders if (expected or {}).get(one.name, 0.0) < WORTH_WARMING_UP]
     for contender in warm:
-        _timed_run(contender, measured[contender.name], device)
-        measured[contender.name].times.clear()
-        measured[contender.name].warmed_up = True
+        one = measured[contender.name]
+        for _ in range(WARM_UPS.get(torch.device(device).type, 1)):
+            if one.failed is None:
+                _timed_run(contender, one, device)
+        one.times.clear()
+        one.warmed_up = True
     for _ in range(repeats):
         start = time.perf_counter()
         for contender in contenders:

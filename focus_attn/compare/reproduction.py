@@ -175,7 +175,7 @@ def not_run_table(name: str, comparison: Comparison) -> Iterator[str]:
 def speedups(cells: Sequence[Cell], results: Path) -> dict[str, str]:
     """ "K = 8" -> speed-ups by length, from this table's own cells or, without them, from `focus bench attention`."""
     rows = [cell["bench"] for cell in cells]
-    for file in () if rows else sorted(results.glob("attention_*/published.json")):
+    for file in () if rows else sorted(results.glob("attention_*/published*.json")):
         rows += json.loads(file.read_text(encoding="utf-8"))["rows"]
     by_groups: dict[str, list[str]] = {}
     for row in sorted(rows, key=lambda row: row["length"]):
