@@ -17,7 +17,7 @@ from training_runs import CONFIG, TWO_STAGES, AtStep, assert_same, recipe, route
 from transformers import AutoModelForCausalLM
 
 from focus_attn import FocusModel, get_focus_model
-from focus_attn.training import Data, Recipe, Start
+from focus_attn.training import Data, Recipe, Start, loop
 from focus_attn.training.blocks import cut_blocks
 from focus_attn.training.checkpoint import FOLDER, checkpoints
 from focus_attn.training.data import open_tokens
@@ -237,6 +237,22 @@ def test_from_scratch_learns_with_focus_from_the_first_step(tmp_path):
     losses = [loss for loss in losses if loss is not None]
     assert losses[0] > 4.0 and losses[-1] < losses[0] / 2
     assert result.measures["pairs_kept"] < 1
+
+
+def test_the_start_sees_repeated_passages_and_begins_where_it_is_told(tmp_path, monkeypatch):
+    seen, real = [], loop.start_routers
+
+    def note(model, blocks, **options):
+        seen.append((blocks, options))
+        return real(model, blocks, **options)
+
+    monkeypatch.setattr(loop, "start_routers", note)
+    plain = Start(how="coverage", blocks=2, length=128, steps=1, budget=0.5)
+    for number, start in enumerate((plain, dataclasses.replace(plain, first="heads", repeats=0.4))):
+        run(tmp_path / str(number), recipe(stage(steps=1), start=start, evaluate_every=0))
+    (blocks, options), (again, others) = seen
+    assert options["start"] == "random" and others["start"] == "heads"
+    assert 0.05 < (blocks != again).float().mean() < 0.6
 
 
 def test_the_start_runs_once_and_is_kept(tmp_path):

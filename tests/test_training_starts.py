@@ -40,7 +40,7 @@ def test_a_router_made_of_clusters_sends_tokens_to_the_nearest():
     assert routing.key_scores[0, 0].std(-1).square().mean().sqrt().item() == pytest.approx(1, rel=0.05)
 
 
-@pytest.mark.parametrize("how", ["pca_kmeans", "spectral"])
+@pytest.mark.parametrize("how", ["pca_kmeans", "spectral", "heads"])
 def test_informed_starts_keep_kinds_together(how):
     """Attention here goes by the kind of a token: an informed start must cover more of it than a random one, a pair
     for a pair."""
@@ -60,7 +60,8 @@ def test_informed_starts_keep_kinds_together(how):
     assert gain() > random + 0.05
 
 
-def test_spectral_start_finds_the_side_it_looks_from():
+@pytest.mark.parametrize("how", ["spectral", "heads"])
+def test_starts_from_attention_find_the_side_it_looks_from(how):
     """Queries of one kind that look for keys of another: only the attention knows that they belong together."""
     model = planted_model()
     shift = torch.zeros(16, 16)
@@ -75,11 +76,11 @@ def test_spectral_start_finds_the_side_it_looks_from():
     blocks = tokens(8, 128, seed=3)
     start_routers(model, blocks, "pca_kmeans")
     by_hidden = coverage(model, blocks)[0]
-    start_routers(model, blocks, "spectral")
+    start_routers(model, blocks, how)
     assert coverage(model, blocks)[0] > by_hidden + 0.05
 
 
-@pytest.mark.parametrize("how", ["random", "pca_kmeans", "spectral", "coverage"])
+@pytest.mark.parametrize("how", ["random", "pca_kmeans", "spectral", "heads", "coverage"])
 def test_starts_are_reproducible(how):
     results = []
     for draws in (0, 3):
@@ -93,9 +94,10 @@ def test_starts_are_reproducible(how):
 
 @pytest.mark.parametrize("architecture", ["gemma2", "gpt_oss", "deepseek_v3"])
 @pytest.mark.parametrize("shared", [False, True])
-def test_spectral_start_runs_on_other_kinds_of_attention(architecture, shared):
+@pytest.mark.parametrize("how", ["spectral", "heads"])
+def test_starts_run_on_other_kinds_of_attention(architecture, shared, how):
     model = focus(architecture, FocusConfig(num_groups=4, window=3, num_sinks=1, router_dim=4, shared_router=shared))
-    start_routers(model, tokens(2, 48), "spectral")
+    start_routers(model, tokens(2, 48), how)
     assert all(torch.isfinite(layer.router.projection).all() for layer in model.focus_layers() if layer.router)
 
 

@@ -81,8 +81,8 @@ def fit_coverage(
         budget: the share of all causal pairs to keep at length T, window and sinks included, mean over the routed
             layers. It is aimed at, not enforced: measure what is kept (`record_stats`).
         queries: how many query positions of each block teach.
-        start: where the routers start: "random", "pca_kmeans" or "spectral", as in `start_routers`; None: where they
-            are.
+        start: where the routers start: "random", "pca_kmeans", "spectral" or "heads", as in `start_routers`; None:
+            where they are.
         largest_group: the share of the keys that one group should hold at most; by default 1.6 / `num_groups`. Like the
             budget it is aimed at. 1: groups may be of any size.
         sensitivity: [routed layers] what each layer's far attention is worth, as `layer_sensitivity` measures it: the

@@ -36,6 +36,7 @@ from focus_attn.training.distributed import (
 )
 from focus_attn.training.estimate import estimate_memory
 from focus_attn.training.recipe import Recipe, Stage
+from focus_attn.training.repeats import repeat_passages
 from focus_attn.training.starts import start_routers
 from focus_attn.training.trainer import FocusTrainer, Run
 from focus_attn.zoo import cast_parameters, quiet_transformers
@@ -319,9 +320,13 @@ def _start(run: Run, store: TokenStore) -> None:
                 f"`start`: no document reaches {start.length:,} tokens, the longest has {store.longest:,}: lower "
                 "`length`, or take `how: random`"
             )
+    if start.repeats and len(blocks):
+        generator = torch.Generator().manual_seed(run.recipe.seed)
+        distance = run.model.focus_config.window + 1
+        blocks = torch.stack([repeat_passages(ids, None, start.repeats, distance, generator) for ids in blocks])
     options: dict[str, Any] = {}
     if start.how == "coverage":
-        options = {"steps": start.steps, "learning_rate": start.learning_rate}
+        options = {"steps": start.steps, "learning_rate": start.learning_rate, "start": start.first}
         asked = {"budget": start.budget, "largest_group": start.largest_group}
         options.update((name, value) for name, value in asked.items() if value is not None)
     fit = start_routers(run.model, blocks, how=start.how, seed=run.recipe.seed, progress=run.progress, **options)

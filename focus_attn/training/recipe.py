@@ -21,9 +21,10 @@ from focus_attn.training.fields import (
     refuse_unknown,
     string,
 )
+from focus_attn.training.start_layer import LayerStart
+from focus_attn.training.starts import How
 from focus_attn.training.step import StepOptions
 
-How = Literal["random", "pca_kmeans", "spectral", "coverage"]
 Objective = Literal["lm", "distill", "lm+distill"]
 Trains = Literal["routers", "everything"]
 Schedule = Literal["cosine", "linear", "constant"]
@@ -55,8 +56,10 @@ class Start:
     """Where the routers start from, before any step through the model."""
 
     how: How = choice("coverage", "random, or from the frozen model's hidden states or attention", How)
+    first: LayerStart = choice("random", "where the coverage fit itself starts from", LayerStart)
     blocks: int = integer(24, "blocks of text to look at", 1)
     length: int = integer(2048, "tokens a block", 1)
+    repeats: float = number(0.0, "share of the tokens that repeat a passage from beyond the window", 0, 0.5)
     steps: int = integer(240, "of Adam, for each layer (coverage)", 1)
     learning_rate: float = number(2e-3, "of the fit (coverage)")
     budget: float | None = number(None, "share of the causal pairs to keep at `length` (coverage)", 0, 1)

@@ -1,12 +1,13 @@
-"""Where one layer's routers start: at random, from its hidden states, or from its attention.
+"""Where one layer's routers start: at random, from its hidden states, its attention, or its queries and keys.
 
-Both informed starts find a linear map to `router_dim` coordinates, cluster the tokens there by k-means, and write the
-clusters as a router: the nearest centre m of a point z is the largest of z . m - m . m / 2, a centroid and a bias.
+The informed starts find a linear map to `router_dim` coordinates, cluster the tokens there by k-means, and write the
+clusters as a router: the nearest centre m of a point z is the largest of z . m - m . m / 2, a centroid and a bias. In
+the space of a head's queries and keys it is a query's largest z . m: the group whose mean key it scores highest.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from focus_attn.router import Router
 from focus_attn.training.observe import Observation
 
-LayerStart = Literal["random", "pca_kmeans", "spectral"]
+LayerStart = Literal["random", "pca_kmeans", "spectral", "heads"]
 
 MOST_TOKENS = 8192  # that are clustered: more do not move the centres
 MOST_BLOCKS = 8
@@ -42,24 +43,34 @@ def start_layer(router: Router, seen: list[Observation], how: LayerStart, seed: 
     hidden = [one.hidden for one in seen[:MOST_BLOCKS]]
     tokens = torch.cat(hidden).float()
     tokens = tokens[torch.randperm(len(tokens), generator=generator)[:MOST_TOKENS].to(tokens.device)]
-    width = router.config.router_dim
+    width, shared = router.config.router_dim, router.num_sides == 1
     if how == "pca_kmeans":
         both = principal_coordinates(tokens, width)
         sides = [[both] * router.num_sides] * router.num_routers
+    elif how == "heads":
+        q, k = (_by_router(seen[:MOST_BLOCKS], router.num_routers, side) for side in ("q", "k"))
+        asking = torch.cat([one.hidden[one.positions] for one in seen[:MOST_BLOCKS]]).float()
+        everyone = torch.cat(hidden).float()
+        sides = [
+            head_coordinates(asking, q[index], everyone, k[index], width, shared=shared)
+            for index in range(router.num_routers)
+        ]
     elif how == "spectral":
         attention = [one.attention(router) for one in seen[:MOST_BLOCKS]]
         sides = []
         for index in range(router.num_routers):
             far = [one.far[index].float().unflatten(1, (-1, len(one.positions))).sum(1) for one in attention]  # [T, n]
             queries = [x[one.positions] for x, one in zip(hidden, attention, strict=True)]
-            sides.append(attention_coordinates(queries, hidden, far, width, shared=router.num_sides == 1))
+            sides.append(attention_coordinates(queries, hidden, far, width, shared=shared))
     else:
-        raise ValueError(f"routers start from 'random', 'pca_kmeans' or 'spectral', got {how!r}")
+        choices = ", ".join(map(repr, get_args(LayerStart)))
+        raise ValueError(f"routers start from one of {choices}, got {how!r}")
     for index, views in enumerate(sides):
-        points = torch.cat([view.of(tokens) for view in views])
-        centres = kmeans(points, router.config.num_groups, generator)
+        clustered = views[-1:] if how == "heads" else views  # there the keys alone
+        centres = kmeans(torch.cat([view.of(tokens) for view in clustered]), router.config.num_groups, generator)
         for side, view in enumerate(views):
-            _write(router, side, index, view, centres, tokens)
+            nearest = not (how == "heads" and side < len(views) - 1)
+            _write(router, side, index, view, centres, tokens, nearest)
 
 
 def principal_coordinates(tokens: Tensor, width: int) -> Coordinates:
@@ -107,6 +118,39 @@ def attention_coordinates(
     return [Coordinates(mean, _fill(weight, width)) for mean, weight in zip(means, weights, strict=False)]
 
 
+def head_coordinates(
+    asking: Tensor, queries: Tensor, tokens: Tensor, keys: Tensor, width: int, *, shared: bool
+) -> list[Coordinates]:
+    """What hidden states show of a KV head's queries and keys, along the directions in which those differ most.
+
+    asking [n, d] have the queries [n, D], tokens [N, d] the keys [N, D], as attention gets them: what positions do to
+    them (rotations) no hidden state tells, so that a linear fit leaves it out by itself. `shared`: keys for both sides.
+    """
+    views = [_linear_fit(tokens, keys)] if shared else [_linear_fit(asking, queries), _linear_fit(tokens, keys)]
+    spread: Tensor | float = 0.0
+    for view, x in zip(views, [tokens] if shared else [asking, tokens], strict=True):
+        seen = view.of(x)
+        covariance = seen.T @ seen / len(seen)
+        spread = spread + covariance / covariance.diagonal().sum().clamp_min(1e-12)
+    assert isinstance(spread, Tensor)
+    directions = torch.linalg.eigh(spread)[1].flip(1)[:, :width]
+    return [Coordinates(view.mean, _fill(view.weight @ directions, width)) for view in views]
+
+
+def _linear_fit(x: Tensor, y: Tensor) -> Coordinates:
+    """The linear view of x [N, d] that predicts y [N, D] best, less its mean."""
+    mean = x.mean(0)
+    centred = x - mean
+    weight = torch.linalg.solve(_with_ridge(centred.T @ centred / len(x)), centred.T @ (y - y.mean(0)) / len(x))
+    return Coordinates(mean, weight)
+
+
+def _by_router(seen: list[Observation], routers: int, side: str) -> Tensor:
+    """The queries or keys of each router, [R, N, D]: the mean over its heads."""
+    blocks = [getattr(one.inputs, side)[0].float() for one in seen]  # [heads, n, D]
+    return torch.cat([x.unflatten(0, (routers, -1)).mean(1) for x in blocks], dim=1)
+
+
 def kmeans(points: Tensor, clusters: int, generator: torch.Generator) -> Tensor:
     """Centres [K, w] of points [N, w]. The first ones are drawn far from each other."""
     first = torch.randint(len(points), (1,), generator=generator).item()
@@ -122,9 +166,14 @@ def kmeans(points: Tensor, clusters: int, generator: torch.Generator) -> Tensor:
     return centres
 
 
-def _write(router: Router, side: int, index: int, view: Coordinates, centres: Tensor, tokens: Tensor) -> None:
-    """The clusters as a router whose scores have the variance of a random one's."""
-    offset = -(view.mean @ view.weight) @ centres.T - centres.square().sum(-1) / 2
+def _write(
+    router: Router, side: int, index: int, view: Coordinates, centres: Tensor, tokens: Tensor, nearest: bool = True
+) -> None:
+    """The clusters as a router whose scores have the variance of a random one's: the nearest centre, or the one with
+    the largest product."""
+    offset = -(view.mean @ view.weight) @ centres.T
+    if nearest:
+        offset = offset - centres.square().sum(-1) / 2
     scores = (tokens @ view.weight) @ centres.T + offset
     spread = scores.std(-1).square().mean().sqrt()
     if not spread > 1e-6:  # nothing to tell the tokens apart by: the random start stays

@@ -14,7 +14,7 @@ from focus_attn.training.start_layer import start_layer
 if TYPE_CHECKING:
     from focus_attn.model import FocusModel
 
-How = Literal["random", "pca_kmeans", "spectral", "coverage"]
+How = Literal["random", "pca_kmeans", "spectral", "heads", "coverage"]
 
 
 def start_routers(
@@ -32,6 +32,7 @@ def start_routers(
     - "random": from `seed` alone; `token_blocks` is not looked at.
     - "pca_kmeans": clusters of each layer's hidden states.
     - "spectral": clusters of what attends and what is attended to, from `queries` queries of each block.
+    - "heads": clusters of each head's keys, and of its queries by what they score highest.
     - "coverage": fitted to keep the attention of the frozen model; `coverage` are further options of `fit_coverage`,
       whose result is returned.
 
