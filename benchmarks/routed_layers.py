@@ -22,11 +22,15 @@ import torch
 from focus_attn import FocusModel
 from focus_attn.bench.options import read_device
 from focus_attn.bench.record import write_json
+from focus_attn.compare.data import read_tokens
 from focus_attn.compare.models import load_model
 from focus_attn.evaluation import perplexity_ratio, token_blocks
 from focus_attn.evaluation.models import _digest
 from focus_attn.evaluation.perplexity import _losses
 from focus_attn.text import read_text
+from focus_attn.training.blocks import cut_blocks
+from focus_attn.training.data import open_tokens
+from focus_attn.training.recipe import Data
 
 
 @torch.no_grad()
@@ -83,7 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="gemma3-270m, default, a hub name or a folder")
     parser.add_argument("--adapter", type=Path, required=True)
-    parser.add_argument("--test", type=Path, required=True, help="a text file or a folder of them")
+    parser.add_argument("--test", type=Path, required=True, help="a text file, a folder of them, or NAME.npy")
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--blocks", type=int, default=12)
     parser.add_argument("--device")
@@ -92,7 +96,7 @@ def main() -> None:
 
     base_model, tokenizer = load_model(options.model, torch.bfloat16, read_device(options.device))
     model = FocusModel.from_pretrained(base_model, str(options.adapter))
-    blocks = token_blocks(tokenizer, read_text(options.test), options.length, options.blocks)
+    blocks = held_out(options.test, tokenizer, options.length, options.blocks)
     file, adapter = Path(f"{options.json}.blocks.jsonl"), _digest(options.adapter)
     lines = file.read_text().splitlines() if file.exists() else []
     done = {tuple(entry["key"]): entry["row"] for entry in map(json.loads, lines)}
@@ -111,6 +115,13 @@ def main() -> None:
     trained = options.adapter / "run.json"
     record = json.loads(trained.read_text()) if trained.is_file() else None
     write_json(options.json, {"model": options.model, "training": record, **summary(base, focus, options.length)})
+
+
+def held_out(path: Path, tokenizer: Any, length: int, count: int) -> torch.Tensor:
+    if path.suffix != ".npy":
+        return token_blocks(tokenizer, read_text(path), length, count)
+    store = open_tokens(read_tokens(path), tokenizer, Data())
+    return cut_blocks(store, length, packing=False, shortest=length).rows(count)
 
 
 def hash_of(block: torch.Tensor) -> str:
