@@ -65,6 +65,7 @@ def test_blocks_are_apart_and_sorted():
         "selects": ["sparq"],
         "dense": ["full"],
     }
+    assert [row.name for row in blocks_of(rows, AT, stepwise=True)["skips"]] == ["window", "bigbird"]
 
 
 def test_first_among_those_that_cost_no_more():

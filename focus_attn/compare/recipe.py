@@ -112,6 +112,7 @@ class Comparison:
     timing: bool = flag(True, "measure the time of the attention, on the queries and keys of the text")
     groups: bool = flag(False, "keep the tokens that stand out in each group")
     curves: bool = flag(False, "draw the largest group over the steps of training, not quality over cost")
+    stepwise: bool = flag(False, "each row adds to the one above it: show them in this order, not the best first")
     tasks: bool = flag(False, "score the benchmarks of --requests too")
     bench: Mapping[str, Any] | None = None  # options of `focus bench attention`, where the table is one of speed
     name: str = string("comparison", "for people, and for the folder of its results")

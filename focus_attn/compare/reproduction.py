@@ -84,7 +84,7 @@ def section(name: str, comparison: Comparison, found: Mapping[str, Any], results
     if not cells and not speeds:
         yield f"Ours: {NOT_RUN}.\n"
     for place in places(rows):
-        yield from place_table(rows, place)
+        yield from place_table(rows, place, comparison.stepwise)
     for model, tasks in found.get("tasks", []):
         yield from task_table(model, tasks)
     if comparison.tasks and not found.get("tasks"):
@@ -129,13 +129,13 @@ def our_figure(
     return f"{_ppl(here[0])}{_over(here[0])}"
 
 
-def place_table(rows: Sequence[Row], place: Place) -> Iterator[str]:
+def place_table(rows: Sequence[Row], place: Place, stepwise: bool) -> Iterator[str]:
     yield f"{place.model}, {place.data}, blocks of {place.length:,} tokens:\n"
     yield _line(
         "method", "perplexity", "over full [95 %]", "pairs", "multiply-adds", "ms a layer", "largest group", "trained"
     )
     yield _line("---", *["--:"] * 7)
-    for kind, block in blocks_of(rows, place).items():
+    for kind, block in blocks_of(rows, place, stepwise).items():
         yield _line(f"*{BLOCKS[kind]}*", *[""] * 7)
         for row in block:
             yield _line(*_cells(row))

@@ -77,11 +77,12 @@ def places(rows: Sequence[Row]) -> list[Place]:
     return list(dict.fromkeys(row.place for row in rows))
 
 
-def blocks_of(rows: Sequence[Row], place: Place) -> dict[str, list[Row]]:
-    """The rows of a place by block, best first."""
+def blocks_of(rows: Sequence[Row], place: Place, stepwise: bool = False) -> dict[str, list[Row]]:
+    """The rows of a place by block, best first; or as they came, where they build on each other."""
     here = [row for row in rows if row.place == place]
-    ordered = sorted(here, key=lambda row: (row.ppl is None, row.ppl))
-    return {kind: found for kind in BLOCKS if (found := [row for row in ordered if row.kind == kind])}
+    if not stepwise:
+        here.sort(key=lambda row: (row.ppl is None, row.ppl))
+    return {kind: found for kind in BLOCKS if (found := [row for row in here if row.kind == kind])}
 
 
 def verdicts(rows: Sequence[Row], place: Place) -> list[str]:

@@ -65,7 +65,7 @@ def place_table(comparison: Comparison, rows: Sequence[Row], place: Place) -> Ta
     table = Table(title=title, title_justify="left", header_style="bold")
     for column in COLUMNS:
         table.add_column(column, justify="left" if column == "method" else "right", no_wrap=column == "method")
-    for kind, block in blocks_of(rows, place).items():
+    for kind, block in blocks_of(rows, place, comparison.stepwise).items():
         table.add_row(f"[bold]{BLOCKS[kind]}[/]")
         for row in block:
             table.add_row(*row_cells(row), style="bold blue" if row.is_focus else None)
