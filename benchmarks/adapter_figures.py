@@ -76,8 +76,8 @@ def main() -> None:
     parser.add_argument("--save", type=Path, help="where the adapter and its checkpoints go")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
-    if options.measure_alone != (options.save is None) or (options.measure_alone and not options.go_on_from):
-        parser.error("give --save DIR to train, or --go-on-from ADAPTER --measure-alone")
+    if not (options.go_on_from if options.measure_alone else options.save and options.train):
+        parser.error("give --train TEXT and --save DIR to train, or --go-on-from ADAPTER --measure-alone")
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_default_model(dtype=torch.bfloat16, device=device)
@@ -94,15 +94,17 @@ def main() -> None:
     if options.go_on_from:
         model = FocusModel.from_pretrained(model, find_adapter(options.go_on_from))
         recipe = dataclasses.replace(recipe, start=None, focus=model.focus_config)
-    training: dict[str, Any] = {"trained": "nothing", "adapter": Path(options.go_on_from or "").name}
+    training: dict[str, Any] = {"trained": "nothing"}
     if not options.measure_alone:
         text = [document for path in options.train for document in read[path]]
         result = train(model, text, recipe, output=options.save, device=device)
-        model, training = result.model, {"train_tokens": sum(map(len, text)), "seconds": result.seconds}
+        training = {"recipe": recipe.to_dict(), "train_tokens": sum(map(len, text)), "seconds": result.seconds}
+        model = result.model
     cast_parameters(base_parameters(model).values(), torch.bfloat16)  # one that was trained is in fp32
     figures = {name: compared(block_perplexity(model, ids), base[name]) for name, ids in held_out.items()}
     largest = largest_groups(model, held_out["8192"][:8])
-    write_json(options.json, {"recipe": recipe.to_dict(), **training, "largest_group": largest, **figures})
+    begun = {"go_on_from": Path(options.go_on_from).name} if options.go_on_from else {}
+    write_json(options.json, {**begun, **training, "largest_group": largest, **figures})
 
 
 if __name__ == "__main__":

@@ -75,6 +75,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = [{"adapter": None, "ppl": plain, "repeated_loss": loss_at(base, repeated, chosen)}]
     for name in options.adapter:
         model = FocusModel.from_pretrained(base, find_adapter(name))
+        if model.focus_config.window != window:
+            raise SystemExit(f"{name} has a window of {model.focus_config.window}: passages come from beyond {window}")
         found = block_perplexity(model, ids)
         one = {"adapter": Path(name).name, "ppl": found.ppl, "ratio": found.ppl / plain, "pairs_kept": found.pairs_kept}
         rows.append(one | {"repeated_loss": loss_at(model, repeated, chosen)})

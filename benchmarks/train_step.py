@@ -64,8 +64,9 @@ def row(length: int, measured: dict[str, Measured]) -> dict[str, Any]:
         for name, one in measured.items()
         if one.times
     }
-    fastest = min((name for name in times if name != "Focus"), key=lambda name: times[name]["ms"])
-    speedup = times[fastest]["ms"] / times["Focus"]["ms"]
+    fastest = min((name for name in times if name != "Focus"), key=lambda name: times[name]["ms"], default=None)
+    both = fastest is not None and "Focus" in times
+    speedup = times[fastest]["ms"] / times["Focus"]["ms"] if both else None
     failed = {name: one.failed for name, one in measured.items() if one.failed}
     return {"length": length, "baseline": fastest, "speedup": speedup, "steps": times, "failed": failed}
 
@@ -89,7 +90,8 @@ def main() -> None:
         ids = blocks(text, length, 1).to(device)
         rows.append(row(length, race(contenders(model, ids), options.repeats, device=device)))
         one = rows[-1]
-        print(f"{length:,} tokens: {one['speedup']:.2f}x over {one['baseline']}; {one['steps']}", flush=True)
+        speedup = "no speed-up to tell" if one["speedup"] is None else f"{one['speedup']:.2f}x over {one['baseline']}"
+        print(f"{length:,} tokens: {speedup}; {one['steps']} {one['failed'] or ''}", flush=True)
     write_json(options.json, {"options": str(OPTIONS), "adapter": options.adapter, "rows": rows})
 
 

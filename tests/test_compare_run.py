@@ -18,11 +18,11 @@ from focus_attn.compare.measure import measure
 from focus_attn.compare.runner import Settings
 from focus_attn.compare.runner import run as run_comparison
 from focus_attn.compare.store import FILE, CellStore, read_cells
-from focus_attn.compare.subject import OutOfTimeError, Workshop
+from focus_attn.compare.subject import OutOfTimeError, Workshop, identity_of
 from focus_attn.compare.table import make_rows
 from focus_attn.compare.timing import layer_calls, time_attention
 from focus_attn.evaluation import block_perplexity
-from focus_attn.training import loop
+from focus_attn.training import Recipe, Stage, Start, loop
 from focus_attn.visibility import EVERYTHING
 from focus_attn.zoo import tiny_random_model
 
@@ -158,6 +158,15 @@ def test_a_renamed_row_is_not_measured_again(outcome, monkeypatch):
     monkeypatch.setattr(Workshop, "make", None)
     renamed = dataclasses.replace(COMPARISON, methods=(Method(name="the model itself"),))
     assert {cell["row"] for cell in run(renamed, settings(outcome[0])).cells} == {"the model itself"}
+
+
+def test_fields_that_came_later_count_where_they_are_used():
+    plain = Recipe(stages=(Stage(steps=3),))
+    assert not {"repeats", "first"} & {*identity_of(plain)["stages"][0], *identity_of(plain)["start"]}
+    used = Recipe(stages=(Stage(steps=3, repeats=0.1),), start=Start(first="heads"))
+    assert identity_of(used)["stages"][0]["repeats"] == 0.1
+    assert identity_of(used)["start"]["first"] == "heads"
+    assert identity_of(Recipe(start=None))["start"] is None
 
 
 def test_it_begins_nothing_after_its_time(tmp_path):

@@ -231,6 +231,15 @@ def test_what_was_not_used_for_longest_is_dropped(books: SimpleNamespace) -> Non
     assert [length for length, key in lengths.items() if key in recorded._recordings] == [70, 72]
 
 
+def test_what_is_too_large_is_recorded_once_and_never_again(
+    books: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(draw(0, length=71), 3)
+    monkeypatch.setattr(FakeRecording, "size", 26)
+    serve(draw(0), 5)
+    assert len(recorded._recordings) == 1 and len(books.direct) == 2 + 2 + 2  # the third of each was a recording's
+
+
 def test_a_failed_recording_is_said_and_not_tried_again(
     books: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

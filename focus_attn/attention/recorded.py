@@ -92,7 +92,7 @@ class Recording:
         self._table.fill(call, out, lse)
         call, setup = self._table.setup(call, out, lse)
         self._room = way.make_room(call, setup)
-        self.size = sum(x.nbytes for x in self._room if isinstance(x, Tensor))  # its plan is small beside them
+        self.size = _bytes(self._room)
         way.launch_forward(call, setup, self._room, out, lse)  # compiles what a capture must find compiled
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(_capture_stream(call.q.device)):
@@ -131,15 +131,26 @@ def _record(key: tuple[Way, Setup, int], call: AttentionCall, out: Tensor, lse: 
     """Whether that went well, and so served the call."""
     way, setup, _ = key
     try:
-        _recordings[key] = Recording(way, call, out, lse)
+        recording = Recording(way, call, out, lse)
     except RuntimeError as error:  # what can go wrong in a capture is CUDA's to say, and all of it can be done without
         setup.calls[way] = -NEVER
         warnings.warn(f"short calls are launched kernel by kernel, as they cannot be recorded: {error}", stacklevel=2)
         return False
     most = sorted_rows.memory(call.q.device) // SHARE
+    if recording.size > most:  # it would push out all others, and then itself
+        setup.calls[way] = -NEVER
+        return True
+    _recordings[key] = recording
     while sum(recording.size for recording in _recordings.values()) > most:
         _recordings.popitem(last=False)
     return True
+
+
+def _bytes(room: Any) -> int:
+    """Of all tensors in it, a plan's among them."""
+    if isinstance(room, Tensor):
+        return room.nbytes
+    return sum(map(_bytes, room)) if isinstance(room, tuple) else 0
 
 
 def _is_recordable(way: Way, call: AttentionCall, setup: Setup) -> bool:

@@ -65,6 +65,7 @@ def run(comparison: Comparison, settings: Settings) -> Outcome:
             for cell in bench_cells(comparison.bench, store, deadline, settings.log):
                 outcome.cells.append(cell)
             return outcome
+        too_large: dict[str, None] = {}
         for model_name in comparison.models:
             model = _Model(comparison, model_name, settings, store, deadline)
             try:
@@ -73,9 +74,10 @@ def run(comparison: Comparison, settings: Settings) -> Outcome:
             finally:  # what is scored by then
                 if model.requests is not None:
                     outcome.tasks = task_table(model.requests, model.score_files)
-            if model.too_large:
-                rows = ", ".join(model.too_large)
-                outcome.stopped = f"out of memory: {rows}. The same command tries them again; `micro_batch` lowers it"
+            too_large |= model.too_large
+        if too_large:
+            rows = ", ".join(too_large)
+            outcome.stopped = f"out of memory: {rows}. The same command tries them again; `micro_batch` lowers it"
     except OutOfTimeError:
         outcome.stopped = f"stopped after the {settings.seconds:.0f} s given: the same command goes on"
     return outcome
@@ -117,7 +119,7 @@ class _Model:
         if self.requests is not None and len(comparison.models) > 1:
             raise ValueError("--requests holds tokens of one model: give that --model alone")
         self.score_files: dict[str, Path] = {}
-        self.too_large: list[str] = []  # rows for which there was not enough memory
+        self.too_large: dict[str, None] = {}  # rows for which there was not enough memory, in order
         self.begun = 0  # cells
         self.costs: dict[tuple[str, _Place], float] = {}  # (row, place) -> share, for rows of equal cost
 
@@ -129,11 +131,14 @@ class _Model:
     def cells(self) -> Iterator[Cell]:
         for method in self.comparison.methods:
             for seed in self.comparison.seeds_of(method):
+                fits = False
                 try:
                     yield from self._row(method, seed)
+                    fits = True
                 except torch.OutOfMemoryError:  # no result: whoever else uses the device may be gone next time
-                    self.too_large.append(method.name)
                     self.settings.log(f"{method.name}: out of memory")
+                if not fits:  # only now has the exception let go of what was in memory
+                    self.too_large.setdefault(method.name)
                     self._free_memory()
 
     def _row(self, method: Method, seed: int) -> Iterator[Cell]:

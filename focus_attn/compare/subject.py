@@ -25,7 +25,7 @@ from focus_attn.compare.peer import make_peer
 from focus_attn.compare.recipe import Comparison, Method, merged, plain
 from focus_attn.config import FocusConfig
 from focus_attn.model import FocusModel
-from focus_attn.training.recipe import Recipe
+from focus_attn.training.recipe import Recipe, Stage, Start
 from focus_attn.zoo import cast_parameters, find_adapter
 
 Progress = Callable[[str, int, int], None]  # what, done, of how many
@@ -88,7 +88,8 @@ class Workshop:
         del made["name"], made["budget"]
         texts = self.texts[self.comparison.train_set(method)]
         if method.focus is not None:
-            made |= {"recipe": training_recipe(self.comparison, method, seed).to_dict(), "text": texts.train.digest}
+            recipe = training_recipe(self.comparison, method, seed)
+            made |= {"recipe": identity_of(recipe), "text": texts.train.digest}
         elif method.adapter is not None:
             file = find_adapter(method.adapters[seed]) / CONFIG_FILE
             described = json.loads(file.read_text(encoding="utf-8"))
@@ -103,7 +104,7 @@ class Workshop:
         recipe = training_recipe(self.comparison, method, seed)
         texts = self.texts[self.comparison.train_set(method)]
         # Rows that differ only in how they are served share their training.
-        run = self.folder / digest([self.model_name, recipe.to_dict(), texts.train.digest])
+        run = self.folder / digest([self.model_name, identity_of(recipe), texts.train.digest])
         result = train(
             copy.deepcopy(self.model),
             texts.train_documents(max(recipe.lengths().values())),
@@ -163,6 +164,24 @@ class Workshop:
         tokens = options["steps"] * options["sequences"] * length
         record = {"steps": options["steps"], "tokens": tokens, "last_loss": tuned.losses[-1]}
         return Subject(model, tuned.parameters, record, peer)
+
+
+# Fields that came after cells were first written. At their defaults they change nothing, so runs go on that know
+# nothing of them.
+LATER: dict[type, tuple[str, ...]] = {Start: ("first", "repeats"), Stage: ("repeats",)}
+
+
+def identity_of(recipe: Recipe) -> dict[str, Any]:
+    """All that decides what a training makes."""
+    values = recipe.to_dict()
+    parts: list[tuple[type, dict[str, Any]]] = [(Stage, stage) for stage in values["stages"]]
+    if values["start"] is not None:
+        parts.append((Start, values["start"]))
+    for kind, part in parts:
+        for name in LATER[kind]:
+            if part[name] == getattr(kind, name):
+                del part[name]
+    return values
 
 
 def training_recipe(comparison: Comparison, method: Method, seed: int) -> Recipe:

@@ -131,5 +131,6 @@ class ShuffledBlocks(Dataset):
         if self.repeats:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
             ids, segments = block["input_ids"], block.get("segments")
-            block["input_ids"] = repeat_passages(ids, segments, self.repeats, self.window + 1, generator)
+            begin = len(self.blocks.store.begin)
+            block["input_ids"] = repeat_passages(ids, segments, self.repeats, self.window + 1, generator, begin)
         return block

@@ -322,8 +322,8 @@ def _start(run: Run, store: TokenStore) -> None:
             )
     if start.repeats and len(blocks):
         generator = torch.Generator().manual_seed(run.recipe.seed)
-        distance = run.model.focus_config.window + 1
-        blocks = torch.stack([repeat_passages(ids, None, start.repeats, distance, generator) for ids in blocks])
+        how = start.repeats, run.model.focus_config.window + 1, generator, len(store.begin)
+        blocks = torch.stack([repeat_passages(ids, None, *how) for ids in blocks])
     options: dict[str, Any] = {}
     if start.how == "coverage":
         options = {"steps": start.steps, "learning_rate": start.learning_rate, "start": start.first}

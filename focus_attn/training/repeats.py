@@ -10,34 +10,42 @@ import torch
 from torch import Tensor
 
 SHORTEST, LONGEST = 8, 48  # tokens of a passage: the first few cannot be foreseen, the others can be looked up
+MEAN = (SHORTEST + LONGEST) / 2
 
 
 def repeat_passages(
-    ids: Tensor, segments: Tensor | None, share: float, distance: int, generator: torch.Generator
+    ids: Tensor, segments: Tensor | None, share: float, distance: int, generator: torch.Generator, begin: int = 0
 ) -> Tensor:
     """`ids` [T] where about `share` of the tokens are replaced by passages from at least `distance` tokens before.
 
-    segments: [T] which document a token belongs to; a passage and its repetition are one document's.
+    Documents that are not much longer than `distance` have less of it, or none.
+
+    Args:
+        segments: [T] which document a token belongs to; a passage and its repetition are one document's.
+        begin: how many tokens every document begins with that are none of its text.
     """
     repeated = ids.clone()
-    slot = round((SHORTEST + LONGEST) / 2 / share)  # on average one passage in so many tokens
-    for begin in range(0, len(ids) - LONGEST, slot):
-        size, shift = _draw(SHORTEST, LONGEST + 1, generator), _draw(0, max(1, slot - LONGEST), generator)
-        to = begin + shift
-        latest = to - distance - size
-        if latest < 0 or to + size > len(ids):
-            continue
-        source = _draw(0, latest + 1, generator)
-        if segments is not None and not _one_document(segments, source, to + size):
-            continue
-        repeated[to : to + size] = repeated[source : source + size]
+    for first, last in _documents(ids, segments):
+        first += begin
+        earliest, latest = first + distance + SHORTEST, last - LONGEST  # where a repetition may begin
+        count = min(round(share * (last - first) / MEAN), (latest - earliest) // (LONGEST + 1))
+        for number in range(count):
+            slot, next_slot = (earliest + (latest - earliest) * n // count for n in (number, number + 1))
+            to = _draw(slot, max(slot + 1, next_slot - LONGEST), generator)
+            size = min(_draw(SHORTEST, LONGEST + 1, generator), to - distance - first)
+            source = _draw(first, to - distance - size + 1, generator)
+            repeated[to : to + size] = repeated[source : source + size]
     return repeated
+
+
+def _documents(ids: Tensor, segments: Tensor | None) -> list[tuple[int, int]]:
+    """(from, up to before) of each; they stand side by side."""
+    if segments is None:
+        return [(0, len(ids))]
+    sizes = torch.unique_consecutive(segments, return_counts=True)[1]
+    ends = sizes.cumsum(0)
+    return list(zip((ends - sizes).tolist(), ends.tolist(), strict=True))
 
 
 def _draw(low: int, high: int, generator: torch.Generator) -> int:
     return int(torch.randint(low, high, (1,), generator=generator))
-
-
-def _one_document(segments: Tensor, first: int, last: int) -> bool:
-    """Documents stand side by side, so its ends tell."""
-    return bool(segments[first] == segments[last - 1])
