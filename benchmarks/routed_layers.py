@@ -25,8 +25,8 @@ from focus_attn.bench.record import write_json
 from focus_attn.compare.data import read_tokens
 from focus_attn.compare.models import load_model
 from focus_attn.evaluation import perplexity_ratio, token_blocks
-from focus_attn.evaluation.models import _digest
-from focus_attn.evaluation.perplexity import _losses
+from focus_attn.evaluation.models import adapter_digest
+from focus_attn.evaluation.perplexity import token_losses
 from focus_attn.text import read_text
 from focus_attn.training.blocks import cut_blocks
 from focus_attn.training.data import open_tokens
@@ -42,7 +42,7 @@ def measure(model: FocusModel, block: torch.Tensor, focus: bool) -> dict[str, An
     kept: dict[str, Any] = {}
     if focus:
         with model.record_stats() as stats:
-            losses = _losses(model.base_model, ids, window)
+            losses = token_losses(model.base_model, ids, window)
         routed = [layer for layer in stats.per_layer if layer.group_sizes is not None]
         kept = {
             "pairs_kept": stats.pairs_kept,
@@ -51,7 +51,7 @@ def measure(model: FocusModel, block: torch.Tensor, focus: bool) -> dict[str, An
         }
     else:
         with model.observe_attention(lambda inputs: None):  # the base model's function, in Focus's own seam
-            losses = _losses(model.base_model, ids, window)
+            losses = token_losses(model.base_model, ids, window)
     last_half = losses[max(window + 1, len(block) // 2) - window - 1 :]
     seconds = time.perf_counter() - began
     means = {"loss": losses.mean().item(), "last_half": last_half.mean().item(), "predictions": len(losses)}
@@ -97,7 +97,7 @@ def main() -> None:
     base_model, tokenizer = load_model(options.model, torch.bfloat16, read_device(options.device))
     model = FocusModel.from_pretrained(base_model, str(options.adapter))
     blocks = held_out(options.test, tokenizer, options.length, options.blocks)
-    file, adapter = Path(f"{options.json}.blocks.jsonl"), _digest(options.adapter)
+    file, adapter = Path(f"{options.json}.blocks.jsonl"), adapter_digest(options.adapter)
     lines = file.read_text().splitlines() if file.exists() else []
     done = {tuple(entry["key"]): entry["row"] for entry in map(json.loads, lines)}
 

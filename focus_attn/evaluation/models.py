@@ -63,7 +63,7 @@ def load_compared(
         model = FocusModel.from_pretrained(model, str(folders[0]), names[0])
         for folder, short in zip(folders[1:], names[1:], strict=True):
             model.load_adapter(str(folder), short)
-    digests = {short: _digest(folder) for short, folder in zip(names, folders, strict=True)}
+    digests = {short: adapter_digest(folder) for short, folder in zip(names, folders, strict=True)}
     return Compared(model, tokenizer, name, digests)
 
 
@@ -79,6 +79,7 @@ def short_names(folders: Sequence[Path]) -> list[str]:
     return names
 
 
-def _digest(folder: Path) -> str:
+def adapter_digest(folder: Path) -> str:
+    """What tells one adapter from another."""
     files = sorted(file for file in folder.iterdir() if file.suffix in (".json", ".safetensors"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]

@@ -126,7 +126,7 @@ def block_perplexity(
     for done, block in enumerate(blocks, start=1):
         recording: AbstractContextManager[Stats | None] = focus.record_stats() if focus else nullcontext()
         with recording as stats:
-            block_losses = _losses(focus.base_model if focus else model, block[None].to(device), window).cpu()
+            block_losses = token_losses(focus.base_model if focus else model, block[None].to(device), window).cpu()
         losses[window + 1 :] += block_losses
         by_block.append(block_losses.mean().item())
         if stats is not None and stats.per_layer:  # nothing is recorded inside `disable_focus()`
@@ -151,7 +151,7 @@ def block_perplexity(
     )
 
 
-def _losses(lm: nn.Module, ids: Tensor, window: int) -> Tensor:
+def token_losses(lm: nn.Module, ids: Tensor, window: int) -> Tensor:
     """-log p of the tokens from position window + 1 on, [T - window - 1] fp64."""
     answer = lm.get_decoder()(input_ids=ids, use_cache=False)  # type: ignore[operator]
     return -predict(lm, answer, answer.last_hidden_state[0, window:-1], ids[0, window + 1 :]).log_probs
