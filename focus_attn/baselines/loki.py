@@ -29,7 +29,7 @@ from focus_attn.baselines.seam import Kind
 @dataclass
 class Loki(MaskMethod):
     keys: int = 128
-    components: int = 8
+    components: int = 16
     num_sinks: int = 0
     axes: dict[int, Tensor] = field(default_factory=dict, repr=False)  # by layer, [Hkv, D, D] fp32, leading ones first
 
@@ -38,8 +38,8 @@ class Loki(MaskMethod):
 
     @classmethod
     def within(cls, budget: float, shape: Shape, components: int | None = None, num_sinks: int = 0) -> Loki:
-        """`components` is an eighth of the head by default."""
-        width = components or max(1, shape.head_dim // 8)
+        """`components` is a quarter of the head by default, as in the paper."""
+        width = components or max(1, shape.head_dim // 4)
         return largest_within(budget, shape, lambda keys: cls(keys, width, num_sinks), 1, shape.length)
 
     def fit(self, model: nn.Module, blocks: Tensor) -> None:
