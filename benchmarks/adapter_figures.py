@@ -37,9 +37,9 @@ def documents(path: Path, tokenizer: Any) -> list[torch.Tensor]:
     return [torch.tensor(ids) for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]]
 
 
-def blocks(texts: list[torch.Tensor], length: int, most: int) -> torch.Tensor:
-    """At most this many blocks [n, length], evenly spread."""
-    return cut_blocks(open_tokens(texts, None, Data()), length, packing=False, shortest=length).rows(most)
+def blocks(texts: list[torch.Tensor], length: int, most: int, tokenizer: Any = None) -> torch.Tensor:
+    """At most this many blocks [n, length], evenly spread. tokenizer: they begin as it begins a text."""
+    return cut_blocks(open_tokens(texts, tokenizer, Data()), length, packing=False, shortest=length).rows(most)
 
 
 def compared(focus: Perplexity, base: Perplexity) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from focus_attn import FocusModel, load_default_model
 from focus_attn.bench.record import write_json
 from focus_attn.evaluation import block_perplexity
+from focus_attn.evaluation.perplexity import token_losses
 from focus_attn.training.repeats import repeat_passages
 from focus_attn.zoo import find_adapter
 
@@ -42,10 +43,11 @@ def foreseen(ids: Tensor, repeated: Tensor) -> Tensor:
 
 @torch.no_grad()
 def loss_at(model: nn.Module, ids: Tensor, chosen: Tensor) -> float:
-    losses = []
-    for row, which in zip(ids, chosen, strict=True):
-        logits = model(input_ids=row[None].to(next(model.parameters()).device)).logits[0, :-1].float().cpu()
-        losses.append(nn.functional.cross_entropy(logits, row[1:], reduction="none")[which[1:]])
+    lm = model.base_model if isinstance(model, FocusModel) else model
+    device = next(model.parameters()).device
+    losses = [
+        token_losses(lm, row[None].to(device), 0).cpu()[which[1:]] for row, which in zip(ids, chosen, strict=True)
+    ]
     return torch.cat(losses).mean().item()
 
 

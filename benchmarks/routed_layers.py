@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from adapter_figures import blocks
 
 from focus_attn import FocusModel
 from focus_attn.bench.options import read_device
@@ -28,9 +29,6 @@ from focus_attn.evaluation import perplexity_ratio, token_blocks
 from focus_attn.evaluation.models import adapter_digest
 from focus_attn.evaluation.perplexity import token_losses
 from focus_attn.text import read_text
-from focus_attn.training.blocks import cut_blocks
-from focus_attn.training.data import open_tokens
-from focus_attn.training.recipe import Data
 
 
 @torch.no_grad()
@@ -96,21 +94,21 @@ def main() -> None:
 
     base_model, tokenizer = load_model(options.model, torch.bfloat16, read_device(options.device))
     model = FocusModel.from_pretrained(base_model, str(options.adapter))
-    blocks = held_out(options.test, tokenizer, options.length, options.blocks)
+    text = held_out(options.test, tokenizer, options.length, options.blocks)
     file, adapter = Path(f"{options.json}.blocks.jsonl"), adapter_digest(options.adapter)
     lines = file.read_text().splitlines() if file.exists() else []
     done = {tuple(entry["key"]): entry["row"] for entry in map(json.loads, lines)}
 
     def row(index: int, focus: bool) -> dict[str, Any]:
-        key = (options.model, options.length, hash_of(blocks[index]), adapter if focus else "base")
+        key = (options.model, options.length, hash_of(text[index]), adapter if focus else "base")
         if key not in done:
-            done[key] = json.loads(json.dumps(measure(model, blocks[index], focus)))
+            done[key] = json.loads(json.dumps(measure(model, text[index], focus)))
             with file.open("a") as out:
                 out.write(json.dumps({"key": key, "row": done[key]}) + "\n")
-            print(f"block {index + 1} of {len(blocks)}, {key[-1]}: {done[key]['loss']:.4f}", flush=True)
+            print(f"block {index + 1} of {len(text)}, {key[-1]}: {done[key]['loss']:.4f}", flush=True)
         return done[key]
 
-    rows = [(row(index, False), row(index, True)) for index in range(len(blocks))]
+    rows = [(row(index, False), row(index, True)) for index in range(len(text))]
     base, focus = map(list, zip(*rows, strict=True))
     trained = options.adapter / "run.json"
     record = json.loads(trained.read_text()) if trained.is_file() else None
@@ -120,8 +118,7 @@ def main() -> None:
 def held_out(path: Path, tokenizer: Any, length: int, count: int) -> torch.Tensor:
     if path.suffix != ".npy":
         return token_blocks(tokenizer, read_text(path), length, count)
-    store = open_tokens(read_tokens(path), tokenizer, Data())
-    return cut_blocks(store, length, packing=False, shortest=length).rows(count)
+    return blocks(read_tokens(path), length, count, tokenizer)
 
 
 def hash_of(block: torch.Tensor) -> str:

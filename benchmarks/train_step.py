@@ -10,15 +10,17 @@ its gradients end at the embeddings.
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from adapter_figures import blocks, documents
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
 from focus_attn import load_default_model
+from focus_attn.bench.peers import SDPA
 from focus_attn.bench.record import write_json
 from focus_attn.bench.timing import Contender, Measured, race
 from focus_attn.model import FocusModel
@@ -28,7 +30,7 @@ from focus_attn.training.token_losses import Head, next_token_loss
 from focus_attn.zoo import cast_parameters
 
 OPTIONS = StepOptions(budget=0.195, largest_group=0.22, probes=512)
-DENSE = {"dense, cuDNN": SDPBackend.CUDNN_ATTENTION, "dense, Flash": SDPBackend.FLASH_ATTENTION}
+DENSE = {f"dense, {name}": kind for name, kind in (SDPA["cudnn"], SDPA["flash"])}
 
 
 def focus_step(model: FocusModel, ids: Tensor) -> None:
@@ -50,11 +52,10 @@ def dense_step(model: FocusModel, ids: Tensor) -> None:
 
 
 def contenders(model: FocusModel, ids: Tensor) -> list[Contender]:
-    on_gpu = {name: (lambda kind=kind: sdpa_kernel(kind)) for name, kind in DENSE.items()}
-    dense = [Contender(name, lambda: dense_step(model, ids), context=context) for name, context in on_gpu.items()]
-    if ids.device.type != "cuda":
-        dense = [Contender("dense", lambda: dense_step(model, ids))]
-    return [*dense, Contender("Focus", lambda: focus_step(model, ids))]
+    dense = [Contender("dense", partial(dense_step, model, ids))]
+    if ids.device.type == "cuda":
+        dense = [dense[0]._replace(name=name, context=partial(sdpa_kernel, kind)) for name, kind in DENSE.items()]
+    return [*dense, Contender("Focus", partial(focus_step, model, ids))]
 
 
 def row(length: int, measured: dict[str, Measured]) -> dict[str, Any]:

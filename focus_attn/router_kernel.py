@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from focus_attn.attention.launch import ceil_div, launch_variant, power_of_2
+from focus_attn.attention.launch import ceil_div, launch_variant, power_of_2, shared_memory
 from focus_attn.router import EPS, Router, Routing
 from focus_attn.router_weight import forget_weight, kept_weight
 
@@ -183,8 +183,7 @@ class Tile(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def tile_for(rows: int, routers: int, groups: int, parts: int, bytes_a_weight: int, device: torch.device) -> Tile:
     """The largest tile that leaves no large part of the device idle: it reads hidden states and weights least often."""
-    processors, shared_memory = _device_limits(device)
-    columns = power_of_2(groups)
+    processors, columns = _processors(device), power_of_2(groups)
     fewest = max(1, 16 // columns)  # what a tensor core takes
     most = max(fewest, min(power_of_2(routers), MOST_GROUPS // columns))
     choices = [(tokens, most) for tokens in (128, 64)]
@@ -196,14 +195,11 @@ def tile_for(rows: int, routers: int, groups: int, parts: int, bytes_a_weight: i
     )
     depth = (64 if tokens >= 64 else 128) // (bytes_a_weight // 2)
     step = depth * (tokens + parts * together * columns) * bytes_a_weight
-    return Tile(tokens, together, depth, 8 if tokens == 128 else 4, max(1, min(4, shared_memory * 9 // 10 // step)))
+    stages = max(1, min(4, shared_memory(device) * 9 // 10 // step))
+    return Tile(tokens, together, depth, 8 if tokens == 128 else 4, stages)
 
 
 @functools.cache
-def _device_limits(device: torch.device) -> tuple[int, int]:
-    """Multiprocessors, and bytes of shared memory that a program can have."""
-    if device.type != "cuda":  # Triton's interpreter
-        return 132, 232448
-    properties = torch.cuda.get_device_properties(device)
-    shared_memory = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)  # AMD's
-    return properties.multi_processor_count, shared_memory
+def _processors(device: torch.device) -> int:
+    """Triton's interpreter has none: there it is an H200's number."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

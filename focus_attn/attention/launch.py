@@ -7,11 +7,13 @@ looked up by that signature once, and launched as it is from then on.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from focus_attn.attention.call import AttentionCall
@@ -127,6 +129,15 @@ def with_ids_in_a_row(call: AttentionCall) -> AttentionCall:
         return call
     rows = query.contiguous()
     return replace(call, query_groups=rows, key_groups=rows if key is query else key.contiguous())
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a block may have. Triton's interpreter has no limit: there it is an H200's."""
+    if device.type != "cuda":
+        return 232448
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))  # AMD's
 
 
 def power_of_2(number: int) -> int:

@@ -131,15 +131,14 @@ class _Model:
     def cells(self) -> Iterator[Cell]:
         for method in self.comparison.methods:
             for seed in self.comparison.seeds_of(method):
-                fits = False
                 try:
                     yield from self._row(method, seed)
-                    fits = True
                 except torch.OutOfMemoryError:  # no result: whoever else uses the device may be gone next time
-                    self.settings.log(f"{method.name}: out of memory")
-                if not fits:  # only now has the exception let go of what was in memory
                     self.too_large.setdefault(method.name)
-                    self._free_memory()
+                    self.settings.log(f"{method.name}: out of memory")
+                else:
+                    continue
+                self._free_memory()  # only here has the exception let go of what was in memory
 
     def _row(self, method: Method, seed: int) -> Iterator[Cell]:
         """A row is made once, and only if one of its cells is missing."""

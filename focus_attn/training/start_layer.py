@@ -40,27 +40,24 @@ def start_layer(router: Router, seen: list[Observation], how: LayerStart, seed: 
     router.reset_parameters(generator)  # ours: a start must not depend on what ran before it
     if how == "random":
         return
-    hidden = [one.hidden for one in seen[:MOST_BLOCKS]]
-    tokens = torch.cat(hidden).float()
-    tokens = tokens[torch.randperm(len(tokens), generator=generator)[:MOST_TOKENS].to(tokens.device)]
+    seen = seen[:MOST_BLOCKS]
+    hidden = [one.hidden for one in seen]
+    everyone = torch.cat(hidden).float()
+    tokens = everyone[torch.randperm(len(everyone), generator=generator)[:MOST_TOKENS].to(everyone.device)]
+    queries = [x[one.positions] for x, one in zip(hidden, seen, strict=True)]
     width, shared = router.config.router_dim, router.num_sides == 1
     if how == "pca_kmeans":
         both = principal_coordinates(tokens, width)
         sides = [[both] * router.num_sides] * router.num_routers
     elif how == "heads":
-        q, k = (_by_router(seen[:MOST_BLOCKS], router.num_routers, side) for side in ("q", "k"))
-        asking = torch.cat([one.hidden[one.positions] for one in seen[:MOST_BLOCKS]]).float()
-        everyone = torch.cat(hidden).float()
-        sides = [
-            head_coordinates(asking, q[index], everyone, k[index], width, shared=shared)
-            for index in range(router.num_routers)
-        ]
+        keys = everyone, _by_router(seen, router.num_routers, "k")
+        asked = torch.cat(queries).float(), _by_router(seen, router.num_routers, "q")
+        sides = head_coordinates([keys] if shared else [asked, keys], width)
     elif how == "spectral":
-        attention = [one.attention(router) for one in seen[:MOST_BLOCKS]]
+        attention = [one.attention(router) for one in seen]
         sides = []
         for index in range(router.num_routers):
             far = [one.far[index].float().unflatten(1, (-1, len(one.positions))).sum(1) for one in attention]  # [T, n]
-            queries = [x[one.positions] for x, one in zip(hidden, attention, strict=True)]
             sides.append(attention_coordinates(queries, hidden, far, width, shared=shared))
     else:
         choices = ", ".join(map(repr, get_args(LayerStart)))
@@ -118,37 +115,41 @@ def attention_coordinates(
     return [Coordinates(mean, _fill(weight, width)) for mean, weight in zip(means, weights, strict=False)]
 
 
-def head_coordinates(
-    asking: Tensor, queries: Tensor, tokens: Tensor, keys: Tensor, width: int, *, shared: bool
-) -> list[Coordinates]:
-    """What hidden states show of a KV head's queries and keys, along the directions in which those differ most.
+def head_coordinates(sides: list[tuple[Tensor, Tensor]], width: int) -> list[list[Coordinates]]:
+    """By router, and by side: what hidden states show of its queries and keys, along the directions in which those
+    differ most.
 
-    asking [n, d] have the queries [n, D], tokens [N, d] the keys [N, D], as attention gets them: what positions do to
-    them (rotations) no hidden state tells, so that a linear fit leaves it out by itself. `shared`: keys for both sides.
+    sides: hidden states [N, d], and the queries or keys that they have, [N, R, D], as attention gets them: what
+    positions do to them (rotations) no hidden state tells, so that a linear fit leaves it out by itself. The keys come
+    last; where they are alone, they serve both sides.
     """
-    views = [_linear_fit(tokens, keys)] if shared else [_linear_fit(asking, queries), _linear_fit(tokens, keys)]
-    spread: Tensor | float = 0.0
-    for view, x in zip(views, [tokens] if shared else [asking, tokens], strict=True):
-        seen = view.of(x)
-        covariance = seen.T @ seen / len(seen)
-        spread = spread + covariance / covariance.diagonal().sum().clamp_min(1e-12)
-    assert isinstance(spread, Tensor)
-    directions = torch.linalg.eigh(spread)[1].flip(1)[:, :width]
-    return [Coordinates(view.mean, _fill(view.weight @ directions, width)) for view in views]
+    fitted = [_linear_fit(x, heads) for x, heads in sides]
+    routers = []
+    for index in range(sides[0][1].shape[1]):
+        views = [Coordinates(mean, weight[:, index]) for mean, weight in fitted]
+        spread = torch.zeros((), device=views[0].mean.device)
+        for view, (x, _) in zip(views, sides, strict=True):
+            seen = view.of(x)
+            covariance = seen.T @ seen / len(seen)
+            spread = spread + covariance / covariance.diagonal().sum().clamp_min(1e-12)
+        directions = torch.linalg.eigh(spread)[1].flip(1)[:, :width]
+        routers.append([Coordinates(view.mean, _fill(view.weight @ directions, width)) for view in views])
+    return routers
 
 
-def _linear_fit(x: Tensor, y: Tensor) -> Coordinates:
-    """The linear view of x [N, d] that predicts y [N, D] best, less its mean."""
+def _linear_fit(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean of x [N, d], and the weight [d, ...] by which x less it predicts y [N, ...] less its own mean best."""
     mean = x.mean(0)
     centred = x - mean
-    weight = torch.linalg.solve(_with_ridge(centred.T @ centred / len(x)), centred.T @ (y - y.mean(0)) / len(x))
-    return Coordinates(mean, weight)
+    products = centred.T @ (y - y.mean(0)).flatten(1) / len(x)
+    weight = torch.linalg.solve(_with_ridge(centred.T @ centred / len(x)), products)
+    return mean, weight.unflatten(1, y.shape[1:])
 
 
 def _by_router(seen: list[Observation], routers: int, side: str) -> Tensor:
-    """The queries or keys of each router, [R, N, D]: the mean over its heads."""
+    """The queries or keys of each router, [N, R, D]: the mean over its heads."""
     blocks = [getattr(one.inputs, side)[0].float() for one in seen]  # [heads, n, D]
-    return torch.cat([x.unflatten(0, (routers, -1)).mean(1) for x in blocks], dim=1)
+    return torch.cat([x.unflatten(0, (routers, -1)).mean(1).transpose(0, 1) for x in blocks])
 
 
 def kmeans(points: Tensor, clusters: int, generator: torch.Generator) -> Tensor:

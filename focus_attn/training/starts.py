@@ -9,12 +9,12 @@ from torch import Tensor
 from focus_attn.training.balance import routed_layers
 from focus_attn.training.coverage import CoverageFit, fit_coverage
 from focus_attn.training.observe import Progress, check_blocks, observe_layers
-from focus_attn.training.start_layer import start_layer
+from focus_attn.training.start_layer import LayerStart, start_layer
 
 if TYPE_CHECKING:
     from focus_attn.model import FocusModel
 
-How = Literal["random", "pca_kmeans", "spectral", "heads", "coverage"]
+How = Literal[LayerStart, "coverage"]
 
 
 def start_routers(
