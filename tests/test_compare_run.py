@@ -162,10 +162,13 @@ def test_a_renamed_row_is_not_measured_again(outcome, monkeypatch):
 
 def test_fields_that_came_later_count_where_they_are_used():
     plain = Recipe(stages=(Stage(steps=3),))
-    assert not {"repeats", "first"} & {*identity_of(plain)["stages"][0], *identity_of(plain)["start"]}
+    later = {"repeats", "first", "stop_gradient", "centroid_rate", "recluster_every"}
+    assert not later & {*identity_of(plain)["stages"][0], *identity_of(plain)["start"]}
     used = Recipe(stages=(Stage(steps=3, repeats=0.1),), start=Start(first="heads"))
     assert identity_of(used)["stages"][0]["repeats"] == 0.1
     assert identity_of(used)["start"]["first"] == "heads"
+    balanced = Stage(steps=3, stop_gradient=True, centroid_rate=0.1, bias_rate=0.0)
+    assert {"stop_gradient", "centroid_rate"} <= identity_of(Recipe(stages=(balanced,)))["stages"][0].keys()
     assert identity_of(Recipe(start=None))["start"] is None
 
 

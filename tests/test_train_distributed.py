@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from training_runs import assert_same, parallel_recipe, routers, run
+from training_runs import MOVED_CENTROIDS, assert_same, parallel_recipe, routers, run
 
 from focus_attn.training.checkpoint import BASE, checkpoints
 
@@ -41,6 +41,13 @@ def test_two_processes_learn_what_one_does(trains, two_processes, tmp_path):
         assert last.position.total == 3
         if trains == "everything":
             assert_same(base, load_file(last.folder / BASE), **CLOSE)
+
+
+@pytest.mark.parametrize("moved", MOVED_CENTROIDS, ids=lambda moved: next(iter(moved)))
+def test_centroids_move_by_what_both_processes_saw(moved, two_processes, tmp_path):
+    run(tmp_path, parallel_recipe("everything", bias_rate=0.0, **moved))
+    mine, theirs = (load_file(one / "focus_model.safetensors") for one in (tmp_path, two_processes / next(iter(moved))))
+    assert_same(mine, theirs, **CLOSE)
 
 
 @pytest.mark.parametrize("trains", ["routers", "everything"])

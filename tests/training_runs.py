@@ -79,9 +79,12 @@ class AtStep(TrainerCallback):
             self.act()
 
 
-def parallel_recipe(trains, sharding="none"):
+MOVED_CENTROIDS = {"centroid_rate": 0.3}, {"recluster_every": 2}
+
+
+def parallel_recipe(trains, sharding="none", **changes):
     """Four sequences a step, whose order of summation is all that several processes may change."""
-    chosen = stage(trains=trains, sequences=4, steps=3, base_learning_rate=1e-3, options={"probes": 0})
+    chosen = stage(trains=trains, sequences=4, steps=3, base_learning_rate=1e-3, options={"probes": 0}, **changes)
     start = Start(how="coverage", blocks=2, length=64, steps=2, budget=0.5)
     return recipe(chosen, start=start, sharding=sharding, gradient_checkpointing=True, evaluate_every=2)
 
@@ -95,4 +98,6 @@ if __name__ == "__main__":
         for trains in ("routers", "everything"):
             for sharding in ("none", "fsdp"):
                 run(output / f"{trains}-{sharding}", parallel_recipe(trains, sharding))
+        for moved in MOVED_CENTROIDS:
+            run(output / next(iter(moved)), parallel_recipe("everything", bias_rate=0.0, **moved))
         torch.distributed.destroy_process_group()

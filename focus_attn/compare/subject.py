@@ -168,7 +168,10 @@ class Workshop:
 
 # Fields that came after cells were first written. At their defaults they change nothing, so runs go on that know
 # nothing of them.
-LATER: dict[type, tuple[str, ...]] = {Start: ("first", "repeats"), Stage: ("repeats",)}
+LATER: dict[type, tuple[str, ...]] = {
+    Start: ("first", "repeats"),
+    Stage: ("repeats", "stop_gradient", "centroid_rate", "recluster_every"),
+}
 
 
 def identity_of(recipe: Recipe) -> dict[str, Any]:

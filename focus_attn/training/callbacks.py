@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from focus_attn.training.balance import nudge_bias
+from focus_attn.training.centroids import SeenTokens, follow_means, recluster
 from focus_attn.training.distributed import any_rank, rank
 from focus_attn.training.measures import probe_groups, stability
 
@@ -34,12 +36,7 @@ class SeedEachStep(StageCallback):
     """Every step draws from a seed of its own, so that a run that goes on from a checkpoint draws the same."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        trainer = self.trainer
-        parts = (trainer.run.recipe.seed, trainer.index, state.global_step, rank())
-        seed = 0
-        for part in parts:
-            seed = (seed * 1_000_003 + part) % (1 << 62)
-        torch.manual_seed(seed)
+        torch.manual_seed(seed_of(self.trainer.run.recipe.seed, self.trainer.index, state.global_step, rank()))
 
 
 class BalanceBias(StageCallback):
@@ -59,6 +56,34 @@ class BalanceBias(StageCallback):
         assert self.loads is not None
         loads, self.loads = self.loads, None
         return loads
+
+
+class MoveCentroids(StageCallback):
+    """Where the stage asks for it, centroids move after the optimiser's step, by what all its forwards have shown."""
+
+    def attach(self, trainer: FocusTrainer) -> None:
+        super().attach(trainer)
+        self.seen = SeenTokens()
+
+    @property
+    def due(self) -> bool:
+        """In the step that is being made."""
+        stage, step = self.trainer.stage, self.trainer.state.global_step + 1
+        return stage.centroid_rate > 0 or (stage.recluster_every > 0 and step % stage.recluster_every == 0)
+
+    def looking(self, segments: Tensor | None) -> AbstractContextManager[None]:
+        """Around a forward of the step."""
+        return self.seen.collecting(self.trainer.run.model, segments) if self.due else nullcontext()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self.due:
+            return
+        trainer = self.trainer
+        seen, self.seen = self.seen, SeenTokens()
+        if trainer.stage.centroid_rate:
+            follow_means(trainer.run.model, seen, trainer.stage.centroid_rate)
+        else:
+            recluster(trainer.run.model, seen, seed_of(trainer.run.recipe.seed, trainer.index, state.global_step))
 
 
 class Stability(StageCallback):
@@ -136,6 +161,14 @@ class StopInTime(StageCallback):
             run.interrupted = run.interrupted or "another process"
             control.should_save = control.should_training_stop = True
         return control
+
+
+def seed_of(*parts: int) -> int:
+    """One number for all of them."""
+    seed = 0
+    for part in parts:
+        seed = (seed * 1_000_003 + part) % (1 << 62)
+    return seed
 
 
 def forget_after(file: Path, step: int) -> None:

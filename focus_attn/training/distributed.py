@@ -57,6 +57,15 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def gather_from_ranks(tensor: Tensor) -> Tensor:
+    """[ranks, ...] of what has the same shape on every process."""
+    if world_size() == 1:
+        return tensor[None]
+    everyone = [torch.empty_like(tensor) for _ in range(world_size())]
+    dist.all_gather(everyone, tensor.contiguous())
+    return torch.stack(everyone)
+
+
 def any_rank(condition: bool, device: torch.device) -> bool:
     """Whether it holds on any process: a decision that all must take together."""
     if world_size() == 1:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from focus_attn.evaluation.perplexity import Perplexity
 from focus_attn.hf import text_config
 from focus_attn.model import FocusModel, get_focus_model
+from focus_attn.training.balance import routed_layers
 from focus_attn.training.blocks import Blocks, ShuffledBlocks, cut_blocks
 from focus_attn.training.callbacks import duration
 from focus_attn.training.checkpoint import FOLDER, Checkpoint, Position, base_parameters, checkpoints, load_weights
@@ -289,6 +290,9 @@ def _freeze(model: FocusModel, stage: Stage) -> None:
     for parameter in base_parameters(model).values():
         parameter.requires_grad_(stage.trains == "everything")
     model.unfreeze_routers()
+    if stage.centroid_rate:  # it alone moves them
+        for _, router in routed_layers(model):
+            router.centroids.requires_grad_(False)
 
 
 def _introduce(run: Run, store: TokenStore, stages: list[Blocks]) -> None:

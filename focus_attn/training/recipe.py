@@ -90,6 +90,14 @@ class Stage:
     budget: float | None = number(None, "share of the causal pairs to keep at `length`", 0, 1)
     repeats: float = number(0.0, "share of the tokens that repeat a passage from beyond the window", 0, 0.5)
     bias_rate: float = number(1e-3, "how far a group's bias moves against its load in a step; 0: never")
+    stop_gradient: bool = flag(False, "what routers learn does not go back into the hidden states they see")
+    centroid_rate: float = number(
+        0.0,
+        "share of the way to the mean of its vectors that a centroid goes in a step; 0: it follows its gradient",
+        0,
+        1,
+    )
+    recluster_every: int = integer(0, "steps after which k-means fits the centroids anew; 0: never")
     exploration_end: float = number(1.0, "what is left of the probes' weight at the last step, falling evenly", 0, 1)
     options: dict[str, float] = dataclasses.field(
         default_factory=dict, metadata={"help": "further fields of `StepOptions`, by name"}
@@ -100,9 +108,28 @@ class Stage:
         refuse_unknown(self.options, _FURTHER_OPTIONS, "`options`")
         object.__setattr__(self, "options", {name: as_number(name, value) for name, value in self.options.items()})
         self.step_options()
+        self._check_centroids()
 
     def step_options(self) -> StepOptions:
-        return StepOptions(objective=self.objective, budget=self.budget, **self.options)  # type: ignore[arg-type]
+        own = {name: getattr(self, name) for name in _OWN_FIELDS}
+        return StepOptions(**own, **self.options)  # type: ignore[arg-type]
+
+    def _check_centroids(self) -> None:
+        if self.centroid_rate and self.recluster_every:
+            raise ValueError(
+                f"`centroid_rate` ({self.centroid_rate:g}) and `recluster_every` ({self.recluster_every}) both move "
+                "the centroids: leave one of them out"
+            )
+        if self.recluster_every > self.steps:
+            raise ValueError(
+                f"`recluster_every` of {self.recluster_every} steps never comes in a stage of {self.steps}: lower it"
+            )
+        if self.bias_rate and (self.centroid_rate or self.recluster_every):
+            name = "centroid_rate" if self.centroid_rate else "recluster_every"
+            raise ValueError(
+                f"`{name}` sets the biases with the centroids, and `bias_rate` ({self.bias_rate:g}) would move them "
+                "elsewhere: set `bias_rate: 0`"
+            )
 
     @property
     def tokens(self) -> int:
@@ -110,7 +137,8 @@ class Stage:
         return self.steps * self.sequences * self.length
 
 
-_FURTHER_OPTIONS = [spec.name for spec in dataclasses.fields(StepOptions) if spec.name not in ("objective", "budget")]
+_OWN_FIELDS = ("objective", "budget", "stop_gradient")  # of `StepOptions` that a stage has by the same name
+_FURTHER_OPTIONS = [spec.name for spec in dataclasses.fields(StepOptions) if spec.name not in _OWN_FIELDS]
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,9 @@ class StepOptions:
     )
     probes: int = field(default=256, metadata={"help": "queries of a row that also learn from the pairs they drop"})
     probe_weight: float = field(default=1.0, metadata={"help": "of what they learn; at 1 they stand for all queries"})
+    stop_gradient: bool = field(
+        default=False, metadata={"help": "what routers learn does not go back into the hidden states they see"}
+    )
 
     def __post_init__(self) -> None:
         if self.objective not in get_args(Objective):
@@ -58,6 +61,8 @@ class StepOptions:
             raise ValueError(f"`largest_group` is a share of the keys, between 0 and 1, got {self.largest_group}")
         if isinstance(self.probes, bool) or not isinstance(self.probes, int) or self.probes < 0:
             raise ValueError(f"`probes` is a number of queries, 0 or more, got {self.probes!r}")
+        if not isinstance(self.stop_gradient, bool):
+            raise TypeError(f"`stop_gradient` must be true or false, got {self.stop_gradient!r}")
 
 
 class StepResult(NamedTuple):
@@ -98,7 +103,7 @@ def training_step(
     if torch.is_grad_enabled() and not model.training:
         raise ValueError("the model is in eval mode, where routers have no gradient: call `model.train()` first")
 
-    watch = RoutingWatch(_probe(options, exploration_left, input_ids, window))
+    watch = RoutingWatch(_probe(options, exploration_left, input_ids, window), options.stop_gradient)
     with watch.watching(model):
         answer = _run_decoder(model, input_ids, packing)
     predicted, targets = _to_predict(packing, input_ids if labels is None else labels, window)

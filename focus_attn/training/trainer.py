@@ -23,6 +23,7 @@ from focus_attn.training.callbacks import (
     BalanceBias,
     Bookkeeping,
     MeasureTheEnd,
+    MoveCentroids,
     SeedEachStep,
     Stability,
     StopInTime,
@@ -149,8 +150,10 @@ class FocusTrainer(Trainer):
         self._forwards = 0
         self._evaluated_at = self._saved_at = -1
         self.probe = data.blocks[0]["input_ids"][None]
-        self.balance, self.stability, self.bookkeeping = BalanceBias(), Stability(), Bookkeeping()
-        ours = [SeedEachStep(), self.balance, self.stability, self.bookkeeping, MeasureTheEnd(), StopInTime()]
+        self.balance, self.centroids = BalanceBias(), MoveCentroids()
+        self.stability, self.bookkeeping = Stability(), Bookkeeping()
+        moving = [SeedEachStep(), self.balance, self.centroids]
+        ours = [*moving, self.stability, self.bookkeeping, MeasureTheEnd(), StopInTime()]
         for callback in ours:
             callback.attach(self)
         module = StepModule(run, self.stage)
@@ -180,7 +183,8 @@ class FocusTrainer(Trainer):
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         left = 1 - (1 - self.stage.exploration_end) * self.state.global_step / self.stage.steps
-        result: StepResult = model(**inputs, exploration_left=left)
+        with self.centroids.looking(inputs.get("segments")):
+            result: StepResult = model(**inputs, exploration_left=left)
         self.loads = result.loads if self.loads is None else self.loads + result.loads
         self._measures = sorted(result.measures)
         values = torch.stack([result.measures[name].float() for name in self._measures])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from focus_attn.layer import Probing
 from focus_attn.router import Routing
+from focus_attn.training.balance import routed_layers
 
 if TYPE_CHECKING:
     from focus_attn.model import FocusModel
@@ -21,10 +22,12 @@ class RoutingWatch:
 
     Checkpointed layers run again in the backward pass, after the step has returned. The watch is there again then, and
     gives the ids of the first run: rounding must not send a token elsewhere the second time.
+
+    stop_gradient: routers see hidden states that no gradient goes back through.
     """
 
-    def __init__(self, probe: Probing | None = None) -> None:
-        self.probe = probe
+    def __init__(self, probe: Probing | None = None, stop_gradient: bool = False) -> None:
+        self.probe, self.stop_gradient = probe, stop_gradient
         self.routings: dict[int, Routing] = {}
         self._ids: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -37,8 +40,14 @@ class RoutingWatch:
 
     @contextmanager
     def watching(self, model: FocusModel) -> Iterator[None]:
-        with model.override_routing(self), model.probe_attention(self.probe):
-            yield
+        routers = [router for _, router in routed_layers(model)] if self.stop_gradient else []
+        hooks = [router.register_forward_pre_hook(_detach_hidden) for router in routers]
+        try:
+            with model.override_routing(self), model.probe_attention(self.probe):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def watch_backward(self, model: FocusModel, loss: Tensor) -> None:
         """Be there again while `loss` is differentiated, whenever that is. Of the routings only the ids are kept."""
@@ -56,3 +65,8 @@ class RoutingWatch:
             torch.autograd.Variable._execution_engine.queue_callback(end)
 
         loss.register_hook(begin)
+
+
+def _detach_hidden(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    hidden, *rest = args
+    return hidden.detach(), *rest
