@@ -65,7 +65,7 @@ def _small_training(training: Mapping[str, Any]) -> dict[str, Any]:
         small["start"] = _fewer(small["start"], {"blocks": 2, "steps": STEPS})
     if "stages" in small:
         stages = small["stages"]
-        few = {"steps": STEPS, "sequences": 1, "micro_batch": 1, "warmup": 1}
+        few = {"steps": STEPS, "sequences": 1, "micro_batch": 1, "warmup": 1, "recluster_every": 1}
         small["stages"] = _fewer(stages, few) if isinstance(stages, Mapping) else [_fewer(one, few) for one in stages]
     return small
 
