@@ -22,7 +22,9 @@ def test_shipped_recipes_are_whole(path, tmp_path):
 
 def test_what_is_shipped():
     names = {path.stem for path in RECIPES}
-    assert names == set("k8 k16 k8_distill k32_top2 two_phase from_scratch paper quick_cpu gemma3_270m".split())
+    assert names == set(
+        "k8 k8_without_repeats k16 k8_distill k32_top2 two_phase from_scratch paper quick_cpu gemma3_270m".split()
+    )
 
 
 def test_a_recipe_survives_its_dict_and_numbers_without_a_dot(tmp_path):

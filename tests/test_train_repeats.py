@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -41,10 +42,25 @@ def test_short_text_has_nothing_to_repeat():
     assert torch.equal(repeat_passages(ids, None, 0.5, WINDOW + 1, generator()), ids)
 
 
+def test_strange_passages_are_random_and_still_come_twice():
+    ids, vocabulary = torch.arange(20_000), torch.arange(20_000, 20_100)
+    again = repeat_passages(ids, None, 0.1, WINDOW + 1, generator(), strange=1.0, vocabulary=vocabulary)
+    foreign = (again >= 20_000).nonzero()[:, 0]
+    assert 0.02 < len(foreign) / len(ids) < 0.12  # half of a tenth, where it stands and where it comes again
+    assert again[foreign].unique().numel() == 100
+    runs = torch.tensor_split(again[foreign], (foreign.diff() != 1).nonzero()[:, 0] + 1)
+    texts = [tuple(run.tolist()) for run in runs if len(run) >= SHORTEST]
+    assert len(texts) > 20
+    assert sum(texts.count(text) >= 2 for text in texts) > 0.9 * len(texts)  # a third one may copy a part
+    shuffled = repeat_passages(ids, None, 0.1, WINDOW + 1, generator(), strange=1.0)
+    moved = (shuffled != ids).nonzero()[:, 0]
+    assert (shuffled[moved] - moved > WINDOW).any()  # words of the block itself, from later on too
+
+
 class OneBlock:
     """What `ShuffledBlocks` asks of its blocks."""
 
-    store = SimpleNamespace(begin=[])
+    store = SimpleNamespace(begin=[], ids=np.arange(3000, 3100))
 
     def __len__(self) -> int:
         return 1
@@ -54,11 +70,17 @@ class OneBlock:
 
 
 def test_a_place_in_the_data_has_its_own_passages_whenever_it_is_asked_for():
-    data = ShuffledBlocks(OneBlock(), 3, 10, 0.2, WINDOW)
+    data = ShuffledBlocks(OneBlock(), 3, 10, 0.2, window=WINDOW)
     first, second = data[0]["input_ids"], data[1]["input_ids"]
     assert not torch.equal(first, second)
-    assert torch.equal(ShuffledBlocks(OneBlock(), 3, 10, 0.2, WINDOW)[1]["input_ids"], second)
-    assert not torch.equal(ShuffledBlocks(OneBlock(), 4, 10, 0.2, WINDOW)[1]["input_ids"], second)
+    assert torch.equal(ShuffledBlocks(OneBlock(), 3, 10, 0.2, window=WINDOW)[1]["input_ids"], second)
+    assert not torch.equal(ShuffledBlocks(OneBlock(), 4, 10, 0.2, window=WINDOW)[1]["input_ids"], second)
+
+
+def test_strange_words_are_those_that_the_text_knows():
+    block = ShuffledBlocks(OneBlock(), 3, 10, 0.2, strange=1.0, window=WINDOW)[0]["input_ids"]
+    assert block.max() >= 3000
+    assert ShuffledBlocks(OneBlock(), 3, 10, 0.2, window=WINDOW)[0]["input_ids"].max() < 3000
 
 
 def test_more_than_half_is_refused():

@@ -170,7 +170,7 @@ class Workshop:
 # nothing of them.
 LATER: dict[type, tuple[str, ...]] = {
     Start: ("first", "repeats"),
-    Stage: ("repeats", "stop_gradient", "centroid_rate", "recluster_every"),
+    Stage: ("repeats", "strange", "stop_gradient", "centroid_rate", "recluster_every"),
 }
 
 

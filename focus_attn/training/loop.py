@@ -178,7 +178,7 @@ def _run_stages(
             continue
         _freeze(run.model, stage)
         seed, window = run.recipe.seed * 1009 + index, run.model.focus_config.window
-        data = ShuffledBlocks(stages[index], seed, _sequences(stage), stage.repeats, window)
+        data = ShuffledBlocks(stages[index], seed, _sequences(stage), stage.repeats, stage.strange, window)
         trainer = FocusTrainer(run, index, data, [*_tensorboard(run, index), *callbacks])
         trainer.train(resume_from_checkpoint=str(found.folder) if found is not None and within else None)
         position = trainer.position

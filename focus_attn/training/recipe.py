@@ -89,6 +89,7 @@ class Stage:
     weight_decay: float = number(0.0, "of the other weights; routers have none")
     budget: float | None = number(None, "share of the causal pairs to keep at `length`", 0, 1)
     repeats: float = number(0.0, "share of the tokens that repeat a passage from beyond the window", 0, 0.5)
+    strange: float = number(0.0, "share of the repeated passages that are random tokens, which nothing foretells", 0, 1)
     bias_rate: float = number(1e-3, "how far a group's bias moves against its load in a step; 0: never")
     stop_gradient: bool = flag(False, "what routers learn does not go back into the hidden states they see")
     centroid_rate: float = number(

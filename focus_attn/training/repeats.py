@@ -2,6 +2,9 @@
 
 Running text asks for that seldom. A name is likely whether or not its last mention is visible, so routers trained on
 books alone learn to do without it, and lose what is said once and asked for thousands of tokens later.
+
+A passage of a book can still be guessed in part. A strange one cannot: behind its first words stand others, drawn at
+random, from the block itself or from all that the text knows.
 """
 
 from __future__ import annotations
@@ -11,10 +14,18 @@ from torch import Tensor
 
 SHORTEST, LONGEST = 8, 48  # tokens of a passage: the first few cannot be foreseen, the others can be looked up
 MEAN = (SHORTEST + LONGEST) / 2
+CUE = 4  # tokens that a strange passage begins with as it stood: by them it is found again
 
 
 def repeat_passages(
-    ids: Tensor, segments: Tensor | None, share: float, distance: int, generator: torch.Generator, begin: int = 0
+    ids: Tensor,
+    segments: Tensor | None,
+    share: float,
+    distance: int,
+    generator: torch.Generator,
+    begin: int = 0,
+    strange: float = 0.0,
+    vocabulary: Tensor | None = None,
 ) -> Tensor:
     """`ids` [T] where about `share` of the tokens are replaced by passages from at least `distance` tokens before.
 
@@ -23,8 +34,11 @@ def repeat_passages(
     Args:
         segments: [T] which document a token belongs to; a passage and its repetition are one document's.
         begin: how many tokens every document begins with that are none of its text.
+        strange: share of the passages that are made of random tokens, where they first stand too.
+        vocabulary: [n] the ids that half of these draw from, each as likely; the others, and without it all of them,
+            draw from `ids`.
     """
-    repeated = ids.clone()
+    repeated, taken = ids.clone(), torch.zeros(len(ids), dtype=torch.bool)
     for first, last in _documents(ids, segments):
         first += begin
         earliest, latest = first + distance + SHORTEST, last - LONGEST  # where a repetition may begin
@@ -34,7 +48,14 @@ def repeat_passages(
             to = _draw(slot, max(slot + 1, next_slot - LONGEST), generator)
             size = min(_draw(SHORTEST, LONGEST + 1, generator), to - distance - first)
             source = _draw(first, to - distance - size + 1, generator)
+            free = not taken[source : source + size].any()  # else one that already came again would not any more
+            if strange and free and float(torch.rand((), generator=generator)) < strange:
+                other = vocabulary is not None and number % 2
+                words = vocabulary if other else ids[first:last]
+                chosen = torch.randint(len(words), (size - CUE,), generator=generator)
+                repeated[source + CUE : source + size] = words[chosen]
             repeated[to : to + size] = repeated[source : source + size]
+            taken[source : source + size] = taken[to : to + size] = True
     return repeated
 
 
