@@ -178,6 +178,18 @@ def test_it_begins_nothing_after_its_time(tmp_path):
     assert "the same command goes on" in stopped.stopped
 
 
+def test_it_stops_in_the_middle_of_a_cell(tmp_path, monkeypatch):
+    """Some peers take minutes for one: after its first block it is late."""
+
+    def a_day_later(what, done, total):
+        monkeypatch.setattr(time, "monotonic", lambda: now() + 86_400)
+
+    now = time.monotonic
+    stopped = run(COMPARISON, settings(tmp_path, seconds=1000.0, progress=a_day_later))
+    assert stopped.cells == [] and "the same command goes on" in stopped.stopped
+    assert not (tmp_path / FILE).exists()
+
+
 def test_a_row_that_needs_too_much_memory_holds_nobody_up(tmp_path, monkeypatch):
     make = Workshop.make
 

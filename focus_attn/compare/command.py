@@ -28,7 +28,7 @@ def compare(
     lengths: Annotated[str | None, typer.Option(help="As in 2048,8K.")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="How many, of rows that are trained.")] = None,
     requests: Annotated[Path | None, typer.Option(help="Benchmarks, from `focus eval --write-requests`.")] = None,
-    seconds: Annotated[float | None, typer.Option(min=1.0, help="Begin nothing after that.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=1.0, help="Stop then; the same command goes on.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of finished cells; default: runs/compare/<name>.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every number to this file.")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Quality over cost: .png or .svg.")] = None,

@@ -22,7 +22,7 @@ from focus_attn.compare.models import describe_model, load_model
 from focus_attn.compare.peer import kind_of, make_peer, needs_text
 from focus_attn.compare.recipe import Comparison, Method
 from focus_attn.compare.store import FILE, Cell, CellStore
-from focus_attn.compare.subject import OutOfTimeError, Progress, Subject, Workshop, digest
+from focus_attn.compare.subject import OutOfTimeError, Progress, Subject, Workshop, digest, until
 from focus_attn.compare.tasks import is_scored, score_row, task_table
 from focus_attn.compare.timing import time_attention
 from focus_attn.evaluation.requests import Requests
@@ -253,13 +253,8 @@ class _Model:
             peer = self._peer(method, subject, place.length, cell["budget"])
         except ValueError as error:  # a cost it cannot come down to, or a use it is not made for
             return cell | {"failed": str(error)}
-        shown = self.settings.progress
-        title = f"{self.begun}/{self.total} {method.name}, {place.data}, {place.length:,}"
-
-        def report(done: int, total: int) -> None:
-            if shown is not None:
-                shown(title, done, total)
-
+        what = f"{self.begun}/{self.total} {method.name}, {place.data}, {place.length:,}"
+        report = until(self.deadline, self.settings.progress, what)
         cell["peer"] = None if peer is None else str(peer)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # a peer that looks ahead is marked in the table

@@ -41,6 +41,18 @@ class OutOfTimeError(Exception):
     """The time given is up; the same command goes on."""
 
 
+def until(deadline: float, progress: Progress | None, what: str) -> Callable[[int, int], None]:
+    """Shows how much of `what` is done, and raises `OutOfTimeError` once it is late and something is left to do."""
+
+    def report(done: int, total: int) -> None:
+        if progress is not None:
+            progress(what, done, total)
+        if time.monotonic() > deadline and done < total:
+            raise OutOfTimeError
+
+    return report
+
+
 @dataclass(frozen=True)
 class Subject:
     """What is measured in a row."""
@@ -140,12 +152,7 @@ class Workshop:
         model = copy.deepcopy(self.model)
         peer = make_peer(method, model, length, method.budget, texts)  # type: ignore[arg-type]
         checkpoint = self.folder / f"{digest(self.identity(method, seed))}.pt"
-
-        def report(done: int, total: int) -> None:
-            if self.progress:
-                self.progress(f"{method.name}: training", done, total)
-            if time.monotonic() > self.deadline and done < total:
-                raise OutOfTimeError
+        report = until(self.deadline, self.progress, f"{method.name}: training")
 
         try:
             with nullcontext() if peer is None else use_baseline(model, peer):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from focus_attn.baselines.seam import Baseline, use_baseline
-from focus_attn.compare.subject import OutOfTimeError, Progress
+from focus_attn.compare.subject import Progress, until
 from focus_attn.evaluation.requests import Requests
 from focus_attn.evaluation.score_file import ScoreFile, read_scores
 from focus_attn.evaluation.scoring import score
@@ -28,13 +27,7 @@ def score_row(
     name: str,
 ) -> None:
     """Score what the file does not have yet; it goes on where it was stopped."""
-
-    def report(done: int, total: int) -> None:
-        if progress:
-            progress(f"{name}: tasks", done, total)
-        if time.monotonic() > deadline and done < total:
-            raise OutOfTimeError
-
+    report = until(deadline, progress, f"{name}: tasks")
     scores = ScoreFile(file, {"requests": requests.digest})
     if peer is None:
         score(model, requests, scores, tokenizer, progress=report)

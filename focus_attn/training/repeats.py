@@ -50,8 +50,7 @@ def repeat_passages(
             source = _draw(first, to - distance - size + 1, generator)
             free = not taken[source : source + size].any()  # else one that already came again would not any more
             if strange and free and float(torch.rand((), generator=generator)) < strange:
-                other = vocabulary is not None and number % 2
-                words = vocabulary if other else ids[first:last]
+                words = ids[first:last] if vocabulary is None or number % 2 == 0 else vocabulary
                 chosen = torch.randint(len(words), (size - CUE,), generator=generator)
                 repeated[source + CUE : source + size] = words[chosen]
             repeated[to : to + size] = repeated[source : source + size]
