@@ -97,7 +97,7 @@ def main() -> None:
     training: dict[str, Any] = {"trained": "nothing"}
     if not options.measure_alone:
         text = [document for path in options.train for document in read[path]]
-        result = train(model, text, recipe, output=options.save, device=device)
+        result = train(model, text, recipe, tokenizer=tokenizer, output=options.save, device=device)
         training = {"recipe": recipe.to_dict(), "train_tokens": sum(map(len, text)), "seconds": result.seconds}
         model = result.model
     cast_parameters(base_parameters(model).values(), torch.bfloat16)  # one that was trained is in fp32

@@ -8,7 +8,7 @@ import torch
 
 from focus_attn.training.blocks import ShuffledBlocks
 from focus_attn.training.recipe import Stage
-from focus_attn.training.repeats import SHORTEST, repeat_passages
+from focus_attn.training.repeats import SHORTEST, repeat_passages, strange_words
 
 WINDOW = 100
 
@@ -44,7 +44,7 @@ def test_short_text_has_nothing_to_repeat():
 
 def test_strange_passages_are_random_and_still_come_twice():
     ids, vocabulary = torch.arange(20_000), torch.arange(20_000, 20_100)
-    again = repeat_passages(ids, None, 0.1, WINDOW + 1, generator(), strange=1.0, vocabulary=vocabulary)
+    again = repeat_passages(ids, None, 0.1, WINDOW + 1, generator(), strange=1.0, words=[vocabulary])
     foreign = (again >= 20_000).nonzero()[:, 0]
     assert 0.02 < len(foreign) / len(ids) < 0.12  # half of a tenth, where it stands and where it comes again
     assert again[foreign].unique().numel() == 100
@@ -60,7 +60,7 @@ def test_strange_passages_are_random_and_still_come_twice():
 class OneBlock:
     """What `ShuffledBlocks` asks of its blocks."""
 
-    store = SimpleNamespace(begin=[], ids=np.arange(3000, 3100))
+    store = SimpleNamespace(begin=[])
 
     def __len__(self) -> int:
         return 1
@@ -70,17 +70,26 @@ class OneBlock:
 
 
 def test_a_place_in_the_data_has_its_own_passages_whenever_it_is_asked_for():
-    data = ShuffledBlocks(OneBlock(), 3, 10, 0.2, window=WINDOW)
+    data = ShuffledBlocks(OneBlock(), 3, 10, repeats=0.2, window=WINDOW)
     first, second = data[0]["input_ids"], data[1]["input_ids"]
     assert not torch.equal(first, second)
-    assert torch.equal(ShuffledBlocks(OneBlock(), 3, 10, 0.2, window=WINDOW)[1]["input_ids"], second)
-    assert not torch.equal(ShuffledBlocks(OneBlock(), 4, 10, 0.2, window=WINDOW)[1]["input_ids"], second)
+    assert torch.equal(ShuffledBlocks(OneBlock(), 3, 10, repeats=0.2, window=WINDOW)[1]["input_ids"], second)
+    assert not torch.equal(ShuffledBlocks(OneBlock(), 4, 10, repeats=0.2, window=WINDOW)[1]["input_ids"], second)
 
 
-def test_strange_words_are_those_that_the_text_knows():
-    block = ShuffledBlocks(OneBlock(), 3, 10, 0.2, strange=1.0, window=WINDOW)[0]["input_ids"]
-    assert block.max() >= 3000
-    assert ShuffledBlocks(OneBlock(), 3, 10, 0.2, window=WINDOW)[0]["input_ids"].max() < 3000
+def test_a_place_in_the_data_has_its_strange_words_too():
+    words = [torch.arange(3000, 3100)]
+    strange = ShuffledBlocks(OneBlock(), 3, 10, repeats=0.2, strange=1.0, words=words, window=WINDOW)
+    assert strange[0]["input_ids"].max() >= 3000
+    assert torch.equal(strange[0]["input_ids"], strange[0]["input_ids"])
+
+
+def test_strange_words_are_those_of_the_text_and_digits():
+    tokenizer = SimpleNamespace(get_vocab=lambda: {"a": 0, "7": 3, "12": 5, "b9": 4, "²": 6})
+    types, digits = strange_words(np.array([4, 1, 4, 0]), tokenizer)
+    assert types.tolist() == [0, 1, 4]
+    assert digits.tolist() == [3, 5]
+    assert len(strange_words(np.array([4, 1]), None)) == 1
 
 
 def test_more_than_half_is_refused():

@@ -5,6 +5,7 @@ Every piece of a document begins with what the tokenizer begins a text with (`To
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -112,17 +113,22 @@ class ShuffledBlocks(Dataset):
     Item i is the same whenever it is asked for, so the position in the data is a number.
 
     repeats: share of the tokens that are replaced by passages from more than `window` tokens before.
-    strange: share of those passages that are random tokens.
+    strange: share of those passages that are random tokens, drawn from `words` too (`repeat_passages`).
     """
 
     def __init__(
-        self, blocks: Blocks, seed: int, count: int, repeats: float = 0.0, strange: float = 0.0, window: int = 0
+        self,
+        blocks: Blocks,
+        seed: int,
+        count: int,
+        *,
+        repeats: float = 0.0,
+        strange: float = 0.0,
+        words: Sequence[Tensor] = (),
+        window: int = 0,
     ) -> None:
         self.blocks, self.seed, self.count = blocks, seed, count
-        self.repeats, self.strange, self.window = repeats, strange, window
-        self._vocabulary = (
-            torch.from_numpy(np.unique(blocks.store.ids).astype(np.int64)) if repeats and strange else None
-        )
+        self.repeats, self.strange, self.words, self.window = repeats, strange, words, window
         self._epoch, self._order = -1, torch.empty(0)
 
     def __len__(self) -> int:
@@ -137,6 +143,6 @@ class ShuffledBlocks(Dataset):
         if self.repeats:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
             ids, segments = block["input_ids"], block.get("segments")
-            how = len(self.blocks.store.begin), self.strange, self._vocabulary
+            how = len(self.blocks.store.begin), self.strange, self.words
             block["input_ids"] = repeat_passages(ids, segments, self.repeats, self.window + 1, generator, *how)
         return block

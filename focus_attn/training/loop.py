@@ -37,7 +37,7 @@ from focus_attn.training.distributed import (
 )
 from focus_attn.training.estimate import estimate_memory
 from focus_attn.training.recipe import Recipe, Stage
-from focus_attn.training.repeats import repeat_passages
+from focus_attn.training.repeats import repeat_passages, strange_words
 from focus_attn.training.starts import start_routers
 from focus_attn.training.trainer import FocusTrainer, Run
 from focus_attn.zoo import cast_parameters, quiet_transformers
@@ -98,7 +98,7 @@ def train(
             the recipe's precision, and carries Focus afterwards (`result.model`), unless the call fails.
         text_or_dataset: a path, "hub:owner/name", a list of texts, a `datasets.Dataset`, or token ids: a tensor, a
             list, a list of lists.
-        tokenizer: the model's own; not needed for token ids.
+        tokenizer: the model's own; not needed for token ids, except that strange passages get no digits without it.
         output: the folder for the adapter, the checkpoints, the log (log.jsonl, TensorBoard) and the record (run.json).
         resume: go on from the last checkpoint in `output`; False removes what is there and starts anew.
         device: by default CUDA where there is one; of several processes each takes its own.
@@ -139,7 +139,7 @@ def train(
         _introduce(run, store, stages)
         position = _begin(run, store, found)
         with _stop_on_signals(run):
-            position = _run_stages(run, stages, position, found, callbacks)
+            position = _run_stages(run, stages, position, found, tokenizer, callbacks)
     return _finish(run, position, time.monotonic() - began)
 
 
@@ -168,7 +168,12 @@ def _begin(run: Run, store: TokenStore, found: Checkpoint | None) -> Position:
 
 
 def _run_stages(
-    run: Run, stages: list[Blocks], position: Position, found: Checkpoint | None, callbacks: Sequence[Any]
+    run: Run,
+    stages: list[Blocks],
+    position: Position,
+    found: Checkpoint | None,
+    tokenizer: Any,
+    callbacks: Sequence[Any],
 ) -> Position:
     """From `position` to the end, or to an interruption. -> where that is."""
     for index in range(position.stage, len(stages)):
@@ -178,7 +183,16 @@ def _run_stages(
             continue
         _freeze(run.model, stage)
         seed, window = run.recipe.seed * 1009 + index, run.model.focus_config.window
-        data = ShuffledBlocks(stages[index], seed, _sequences(stage), stage.repeats, stage.strange, window)
+        words = strange_words(stages[index].store.ids, tokenizer) if stage.repeats and stage.strange else ()
+        data = ShuffledBlocks(
+            stages[index],
+            seed,
+            _sequences(stage),
+            repeats=stage.repeats,
+            strange=stage.strange,
+            words=words,
+            window=window,
+        )
         trainer = FocusTrainer(run, index, data, [*_tensorboard(run, index), *callbacks])
         trainer.train(resume_from_checkpoint=str(found.folder) if found is not None and within else None)
         position = trainer.position

@@ -4,11 +4,15 @@ Running text asks for that seldom. A name is likely whether or not its last ment
 books alone learn to do without it, and lose what is said once and asked for thousands of tokens later.
 
 A passage of a book can still be guessed in part. A strange one cannot: behind its first words stand others, drawn at
-random, from the block itself or from all that the text knows.
+random: words of the block, any the text has, or digits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +29,7 @@ def repeat_passages(
     generator: torch.Generator,
     begin: int = 0,
     strange: float = 0.0,
-    vocabulary: Tensor | None = None,
+    words: Sequence[Tensor] = (),
 ) -> Tensor:
     """`ids` [T] where about `share` of the tokens are replaced by passages from at least `distance` tokens before.
 
@@ -35,8 +39,7 @@ def repeat_passages(
         segments: [T] which document a token belongs to; a passage and its repetition are one document's.
         begin: how many tokens every document begins with that are none of its text.
         strange: share of the passages that are made of random tokens, where they first stand too.
-        vocabulary: [n] the ids that half of these draw from, each as likely; the others, and without it all of them,
-            draw from `ids`.
+        words: [n] ids each, of which such a passage draws its own, all alike; the document's are always among them.
     """
     repeated, taken = ids.clone(), torch.zeros(len(ids), dtype=torch.bool)
     for first, last in _documents(ids, segments):
@@ -50,12 +53,22 @@ def repeat_passages(
             source = _draw(first, to - distance - size + 1, generator)
             free = not taken[source : source + size].any()  # else one that already came again would not any more
             if strange and free and float(torch.rand((), generator=generator)) < strange:
-                words = ids[first:last] if vocabulary is None or number % 2 == 0 else vocabulary
-                chosen = torch.randint(len(words), (size - CUE,), generator=generator)
-                repeated[source + CUE : source + size] = words[chosen]
+                source_words = (ids[first:last], *words)[number % (1 + len(words))]
+                chosen = torch.randint(len(source_words), (size - CUE,), generator=generator)
+                repeated[source + CUE : source + size] = source_words[chosen]
             repeated[to : to + size] = repeated[source : source + size]
             taken[source : source + size] = taken[to : to + size] = True
     return repeated
+
+
+def strange_words(text: np.ndarray, tokenizer: Any) -> list[Tensor]:
+    """What strange passages are made of: all tokens that a text has, however rare, and digits, where the tokenizer is
+    known that tells them. Numbers are what one looks up and what one cannot guess, and books have few."""
+    words = [torch.from_numpy(np.unique(text).astype(np.int64))]
+    if tokenizer is not None:
+        digits = [number for token, number in tokenizer.get_vocab().items() if token.isascii() and token.isdigit()]
+        words += [torch.tensor(sorted(digits))] if digits else []
+    return words
 
 
 def _documents(ids: Tensor, segments: Tensor | None) -> list[tuple[int, int]]:
