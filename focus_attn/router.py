@@ -98,7 +98,9 @@ class Router(nn.Module):
         scores = self.scores(hidden)
         ranked = scores
         if self.config.routing == "paper_leaky":
-            ranked = sinkhorn(scores.detach() / self.config.temperature, self.config.sinkhorn_iters, token_mask)
+            ranked = sinkhorn(
+                tempered(scores.detach(), self.config.temperature), self.config.sinkhorn_iters, token_mask
+            )
         query_k, key_k = self.config.query_top_k, self.config.key_top_k
         if query_k == key_k:
             groups = top_groups(ranked, query_k).unbind()
@@ -113,7 +115,7 @@ class Router(nn.Module):
 
         Sinkhorn looks across the tokens of each sequence (and so at later ones); softmax does not.
         """
-        logits = scores / self.config.temperature
+        logits = tempered(scores, self.config.temperature)
         if self.config.normalization == "softmax":
             return logits.log_softmax(-1)
         return sinkhorn(logits, self.config.sinkhorn_iters, token_mask)
@@ -132,6 +134,11 @@ class Router(nn.Module):
 def normalise(hidden: Tensor) -> Tensor:
     """Hidden states at unit root mean square, fp32: without parameters, so that one temperature serves every layer."""
     return nn.functional.rms_norm(hidden.float(), hidden.shape[-1:], eps=EPS)
+
+
+def tempered(scores: Tensor, temperature: float) -> Tensor:
+    """Scores over the temperature; at 1, as most configs have it, they are that already."""
+    return scores if temperature == 1 else scores / temperature
 
 
 def top_groups(scores: Tensor, k: int) -> Tensor:

@@ -121,7 +121,7 @@ def training_step(
         measures["distill"] = distillation_loss(head, hidden, teacher)
         loss = loss + measures["distill"] * (1.0 if options.objective == "distill" else options.distill_weight)
 
-    terms = routing_terms(model, watch.routings, packing, options.largest_group)
+    terms = routing_terms(model, watch.routings, packing, options.largest_group, options.balance_weight > 0)
     measures.update(terms._asdict())
     loads = measures.pop("loads")
     loss = loss + options.balance_weight * terms.imbalance + options.dominance_weight * terms.overfull
