@@ -11,7 +11,7 @@ from attention_cases import Case, plain_attention, random_case
 from test_attention import NAMES, worst
 
 from focus_attn import focus_attention
-from focus_attn.attention import launch
+from focus_attn.attention import call, launch
 from focus_attn.attention.backends import reason_against
 
 pytest.importorskip("triton")
@@ -27,6 +27,7 @@ def _poisoned_memory() -> Iterator[None]:
     """`torch.empty` gives NaN, so that an element nobody wrote is found."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     launch._setups.clear()
+    call._passed.clear()
     yield
     torch.use_deterministic_algorithms(False)
 
