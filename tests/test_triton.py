@@ -63,6 +63,25 @@ def test_half_precision_loses_no_more_than_twice_what_plain_pytorch_loses(seed: 
         assert worst(got, exact) <= 2 * worst(rough, exact) + 1e-5, f"{name}: {case}"
 
 
+@pytest.mark.parametrize("query_k", [1, 2])
+@pytest.mark.parametrize("routers", [1, 2])
+def test_gradients_of_plain_calls_in_half_precision(query_k: int, routers: int) -> None:
+    """Where the last kernel writes them as they are wanted."""
+    q, k, v = (torch.randn(1, 70, heads, 16, device=DEVICE).half().transpose(1, 2) for heads in (4, 2, 2))
+    query_ids, key_ids = (torch.randint(0, 3, (1, routers, 70, n), device=DEVICE) for n in (query_k, 1))
+    gates = [torch.randn(1, routers, 70, 3, device=DEVICE).log_softmax(-1) for _ in range(2)]
+    grad, results = torch.randn(1, 70, 4, 16, device=DEVICE).half().transpose(1, 2), []
+    for backend, dtype in (("triton", torch.float16), ("reference", torch.float32)):
+        inputs = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)] + [x.requires_grad_() for x in gates]
+        out = focus_attention(
+            *inputs[:3], query_ids, key_ids, num_groups=3, window=5, num_sinks=2, backend=backend,
+            query_gate=inputs[3], key_gate=inputs[4],
+        )  # fmt: skip
+        results.append(torch.autograd.grad(out, inputs, grad.to(dtype)))
+    for got, want in zip(*results, strict=True):
+        assert worst(got, want) <= 3e-3 * max(1.0, float(want.abs().max()))
+
+
 def test_results_repeat_bit_for_bit() -> None:
     case = case_for(60_001)
     grad = torch.randn(*case.q.shape[:3], case.v.shape[-1], device=DEVICE)
