@@ -55,14 +55,15 @@ def _gradients(hidden: Tensor, weight: Tensor, grads: list[Tensor], to_hidden: b
     """Of hidden x and of the weight W, where scores are W x / rms(x) + bias."""
     width = hidden.shape[-1]
     by_token = torch.stack([grad.transpose(1, 2) for grad in grads], 2).flatten(0, 1).flatten(1)  # [B * T, all groups]
-    squares = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32).square_()
-    scale = squares.mul_(1 / width).add_(EPS).rsqrt_().flatten(0, 1)  # [B * T, 1]
-    normal = torch.mul(hidden.flatten(0, 1), scale)
+    rows = (hidden.float() if hidden.dtype == torch.float64 else hidden).flatten(0, 1)
+    squares = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float32).square_()
+    scale = squares.mul_(1 / width).add_(EPS).rsqrt_()  # [B * T, 1]
+    normal = rows * scale  # fp32
     weight_grad = (by_token.T @ normal).view(weight.shape)
     if not to_hidden:
         return None, weight_grad
     through = (by_token * scale) @ weight.flatten(0, 2)
-    along = torch.linalg.vecdot(through, normal)[:, None].div_(width)  # hidden states as long as before: no change
+    along = torch.linalg.vecdot(through, normal)[:, None].div_(width)  # what only lengthens x moves no score
     into = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     torch.addcmul(through, normal, along, value=-1, out=into.view(-1, width))
     return into, weight_grad
