@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from focus_attn.cache import IdsTag
 from focus_attn.config import FocusConfig
-from focus_attn.router import Router, Routing
+from focus_attn.router import Router, Routing, tempered
 from focus_attn.visibility import Pattern, Tokens
 
 if TYPE_CHECKING:
@@ -109,6 +110,22 @@ class _AssignmentGradient(torch.autograd.Function):
         return grad * log_assignment.exp()
 
 
+class _SoftmaxGate(torch.autograd.Function):
+    """The same of softmax as one: its log in value, itself in gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        log_assignment = logits.log_softmax(-1)
+        ctx.save_for_backward(log_assignment)
+        return log_assignment
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (log_assignment,) = ctx.saved_tensors
+        return torch._softmax_backward_data(grad, log_assignment.exp(), -1, grad.dtype)
+
+
 class FocusLayer(nn.Module):
     """The routers of one attention layer, by adapter name. Adapters that leave the layer alone have none here."""
 
@@ -146,6 +163,14 @@ class FocusLayer(nn.Module):
     def hard_gates(self, routing: Routing, token_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """`gates` in value, with the gradients of the assignments themselves: what a kept pair is worth then counts for
         its group as much as the router is in it, as it does for a dropped pair (`training.probe`)."""
+        router = self.router
+        assert router is not None
+        if router.config.normalization == "softmax":  # as one node a side, for it is most of what a layer launches
+            temperature = router.config.temperature
+            gate = _SoftmaxGate.apply(tempered(routing.query_scores, temperature))
+            if routing.key_scores is routing.query_scores:
+                return gate, gate
+            return gate, _SoftmaxGate.apply(tempered(routing.key_scores, temperature))
         query, key = self.gates(routing, token_mask)
         if key is query:
             shared: Tensor = _AssignmentGradient.apply(query)

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from focus_attn.config import FocusConfig
+from focus_attn.router_training import EPS, TrainedScores, goes_by_hand
 from focus_attn.router_weight import forget_weight
 
-EPS = 1e-6  # of the root mean square
 KERNEL_DEVICES = ("cuda",)
 
 
@@ -64,16 +64,6 @@ class Router(nn.Module):
             parameter.copy_(torch.randn(parameter.shape, generator=generator, device=device) / math.sqrt(width))
         self.bias.zero_()
 
-    def scores(self, hidden: Tensor) -> Tensor:
-        """[B, T, d] hidden states -> [sides, B, R, T, K] fp32 scores, bias included."""
-        self._check_hidden(hidden)
-        with torch.autocast(device_type=hidden.device.type, enabled=False):
-            weight = self.combined_weight()
-            scores = nn.functional.linear(normalise(hidden), weight.flatten(0, 2), self.bias.flatten())
-            scores = scores.unflatten(-1, self.bias.shape).permute(2, 0, 3, 1, 4).contiguous()
-        _check_scores(scores)
-        return scores
-
     def combined_weight(self) -> Tensor:
         """[sides, R, K, d]. Projection and centroids first, small as they are: one product with hidden states then
         serves all sides, routers and groups."""
@@ -95,25 +85,38 @@ class Router(nn.Module):
             routing = _route_by_kernel(self, hidden)
             if routing is not None:
                 return routing
-        scores = self.scores(hidden)
-        ranked = scores
-        if self.config.routing == "paper_leaky":
-            ranked = sinkhorn(scores.detach() / self.config.temperature, self.config.sinkhorn_iters, token_mask)
-        query_k, key_k = self.config.query_top_k, self.config.key_top_k
-        if query_k == key_k:
-            groups = top_groups(ranked, query_k).unbind()
-        else:
-            groups = top_groups(ranked[0], query_k), top_groups(ranked[-1], key_k)
-        sides = scores.unbind()
+        self._check_hidden(hidden)
+        with torch.autocast(device_type=hidden.device.type, enabled=False):
+            weight = self.combined_weight()
+
+            def compute() -> tuple[Tensor, ...]:
+                return self._scores_and_ids(hidden, weight, token_mask)
+
+            by_hand = goes_by_hand(weight)
+            answers = TrainedScores.apply(hidden, weight, compute) if by_hand else compute()
+        scores, ids = answers[: self.num_sides], answers[self.num_sides :]
+        _check_scores(*scores)
         # A shared router has one side, so that both are one object: backends recognise shared ids by identity.
-        return Routing(groups[0], groups[-1], sides[0], sides[-1])
+        return Routing(ids[0], ids[-1], scores[0], scores[-1])
+
+    def _scores_and_ids(self, hidden: Tensor, weight: Tensor, token_mask: Tensor | None) -> tuple[Tensor, ...]:
+        """For each side [B, R, T, K] fp32 scores, bias included; then ids, once where both sides have the same."""
+        flat = nn.functional.linear(normalise(hidden), weight.flatten(0, 2), self.bias.flatten())
+        scores = flat.unflatten(-1, self.bias.shape).permute(2, 0, 3, 1, 4).contiguous()
+        ranked, config = scores, self.config
+        if config.routing == "paper_leaky":
+            ranked = sinkhorn(tempered(scores.detach(), config.temperature), config.sinkhorn_iters, token_mask)
+        if config.query_top_k == config.key_top_k:
+            return *scores.unbind(), *top_groups(ranked, config.query_top_k).unbind()
+        ids = top_groups(ranked[0], config.query_top_k), top_groups(ranked[-1], config.key_top_k)
+        return *scores.unbind(), *ids
 
     def log_assignments(self, scores: Tensor, token_mask: Tensor | None = None) -> Tensor:
         """Log of the soft assignments, rows summing to 1. `scores` and the result are [..., B, R, T, K].
 
         Sinkhorn looks across the tokens of each sequence (and so at later ones); softmax does not.
         """
-        logits = scores / self.config.temperature
+        logits = tempered(scores, self.config.temperature)
         if self.config.normalization == "softmax":
             return logits.log_softmax(-1)
         return sinkhorn(logits, self.config.sinkhorn_iters, token_mask)
@@ -132,6 +135,11 @@ class Router(nn.Module):
 def normalise(hidden: Tensor) -> Tensor:
     """Hidden states at unit root mean square, fp32: without parameters, so that one temperature serves every layer."""
     return nn.functional.rms_norm(hidden.float(), hidden.shape[-1:], eps=EPS)
+
+
+def tempered(scores: Tensor, temperature: float) -> Tensor:
+    """Scores over the temperature; at 1, as most configs have it, they are that already."""
+    return scores if temperature == 1 else scores / temperature
 
 
 def top_groups(scores: Tensor, k: int) -> Tensor:

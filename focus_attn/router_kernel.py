@@ -1,4 +1,4 @@
-"""A router's forward as one Triton kernel, for inference.
+"""A router's forward as one Triton kernel.
 
 In eager PyTorch a router is ten launches, and takes as long as the sparse attention that it is for. Here a program
 reads some tokens' hidden states once and in their own dtype, and walks over their width with the sum of squares and
@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from focus_attn.attention.launch import ceil_div, launch_variant, power_of_2, shared_memory
 from focus_attn.router import EPS, Router, Routing
-from focus_attn.router_weight import forget_weight, kept_weight
+from focus_attn.router_training import TrainedScores, goes_by_hand
+from focus_attn.router_weight import forget_weight, kept_weight, split
 
 MOST_GROUPS = 128  # the scores of one router lie in one tile, which can have no more columns than this
 MOST_CHOICES = 8  # each is one more search for the largest score
@@ -106,9 +107,37 @@ def route(router: Router, hidden: Tensor) -> Routing | None:
         with torch.cuda.device(hidden.device):
             return route(router, hidden)
     projection, centroids = router.projection, router.centroids  # looked up once: a module takes its time over it
+    grad = torch.is_grad_enabled()
+    trains = (grad or router.training) and (projection.requires_grad or centroids.requires_grad)
+    if trains:
+        forget_weight(router)  # what comes next may change the parameters behind their versions' back, as FSDP does
     if not _serves(router, projection, centroids, hidden):
         return None
-    weight = kept_weight(router, projection, centroids, hidden.dtype)
+    if trains:
+        return _route_with_gradients(router, hidden) if grad else None
+    if grad and hidden.requires_grad:
+        return None
+    return _launch_fitting(router, hidden, kept_weight(router, projection, centroids, hidden.dtype))
+
+
+def _route_with_gradients(router: Router, hidden: Tensor) -> Routing | None:
+    """Ids and scores from the kernel, gradients by hand."""
+    with torch.autocast(device_type=hidden.device.type, enabled=False):
+        weight = router.combined_weight()
+    if not goes_by_hand(weight):
+        return None
+
+    def compute() -> tuple[Tensor, ...]:
+        query_ids, key_ids, *scores = _launch_fitting(router, hidden, split(weight, hidden.dtype))
+        return *scores[: router.num_sides], query_ids, *([] if key_ids is query_ids else [key_ids])
+
+    answers = TrainedScores.apply(hidden, weight, compute)
+    scores, ids = answers[: router.num_sides], answers[router.num_sides :]
+    return Routing(ids[0], ids[-1], scores[0], scores[-1])
+
+
+def _launch_fitting(router: Router, hidden: Tensor, weight: Tensor) -> Routing:
+    """With the tile that fits."""
     rows, routers = hidden.shape[0] * hidden.shape[1], router.num_sides * router.num_routers
     parts, size = weight.shape[0], weight.element_size()
     tile = tile_for(power_of_2(rows), routers, router.config.num_groups, parts, size, hidden.device)
@@ -116,14 +145,10 @@ def route(router: Router, hidden: Tensor) -> Routing | None:
 
 
 def _serves(router: Router, projection: Tensor, centroids: Tensor, hidden: Tensor) -> bool:
-    """No gradient is wanted, nobody watches PyTorch's operators, and the sizes fit."""
-    config, grad = router.config, torch.is_grad_enabled()
-    if (grad or router.training) and (projection.requires_grad or centroids.requires_grad):
-        forget_weight(router)  # what comes next may change the parameters behind their versions' back, as FSDP does
-        return False
+    """Nobody watches PyTorch's operators, and the sizes fit."""
+    config = router.config
     return (
-        not (grad and hidden.requires_grad)
-        and type(hidden) is Tensor
+        type(hidden) is Tensor
         and type(projection) in (Tensor, nn.Parameter)
         and type(centroids) in (Tensor, nn.Parameter)
         and not projection.is_inference()  # such tensors have no versions

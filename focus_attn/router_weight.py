@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -51,11 +52,17 @@ def forget_weight(router: Router) -> None:
 def weight_parts(router: Router, dtype: torch.dtype) -> Tensor:
     """[parts, sides * R * K, d] whose sum is the combined weight: three in bf16 for bf16, else one in fp32."""
     with torch.autocast(device_type=router.projection.device.type, enabled=False):
-        rest = router.combined_weight().flatten(0, 2)
+        return split(router.combined_weight(), dtype)
+
+
+def split(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same of a combined weight [sides, R, K, d]."""
+    rest = weight.flatten(0, 2)
     if dtype != torch.bfloat16:
         return rest.contiguous()[None]
     parts = torch.empty(3, *rest.shape, dtype=dtype, device=rest.device)
-    for part in parts:
+    parts[0].copy_(rest)
+    for last, part in itertools.pairwise(parts):
+        rest = rest - last
         part.copy_(rest)
-        rest = rest - part.float()
     return parts

@@ -1,5 +1,6 @@
 """Every backend against the oracle: outputs, gradients, memory, and what must not be done."""
 
+import importlib.util
 import math
 
 import pytest
@@ -337,3 +338,28 @@ def test_a_window_as_long_as_the_text_is_plain_causal_attention(queries: int, mo
         names = [name for name, _ in explain(Case(q, k, v, query_groups, key_groups, case).call())]
         assert names[0] == first
     assert set(names) == {"stock", "triton", "reference"}
+
+
+@pytest.mark.parametrize("backend", ["stock", *(["triton"] if importlib.util.find_spec("triton") else [])])
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+def test_a_node_without_an_operator_gives_what_the_operator_gives(
+    backend: str, autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 30, heads, 16).transpose(1, 2).requires_grad_() for heads in (4, 2, 2))
+    gates = [torch.randn(1, 2, 30, 3).log_softmax(-1).requires_grad_() for _ in range(2)]
+    ids, grad = torch.randint(0, 3, (2, 1, 2, 30, 1)), torch.randn(1, 30, 4, 16).transpose(1, 2)
+    results = []
+    for as_operator in (False, True):
+        if as_operator:
+            monkeypatch.setattr("focus_attn.attention.ops._needs_operator", lambda differentiable: True)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            out, lse = focus_attention(
+                q, k, v, *ids, num_groups=3, window=4, num_sinks=1, backend=backend, return_lse=True,
+                query_gate=gates[0], key_gate=gates[1],
+            )  # fmt: skip
+        assert not lse.requires_grad
+        assert ("Node" in type(out.grad_fn).__name__) != as_operator
+        results.append((out, lse, *torch.autograd.grad(out, (q, k, v, *gates), grad)))
+    for got, want in zip(*results, strict=True):
+        assert got.dtype == want.dtype and torch.equal(got, want)

@@ -123,3 +123,43 @@ def test_bad_hidden_states_are_named(bad: float) -> None:
         router(hidden)
     with pytest.raises(ValueError, match=r"24.*\[1, 30, 25\]"):
         router(torch.randn(1, 30, 25))
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"shared_router": True}, {"query_top_k": 2}, {"routing": "paper_leaky"}], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_gradients_are_those_of_the_operators(changes, dtype, monkeypatch):
+    router = Router(FocusConfig(num_groups=4, router_dim=8, **changes), 32, 3)
+    router.bias.normal_()
+    hidden = (2 * torch.randn(2, 17, 32)).to(dtype).requires_grad_()
+    pull = torch.randn(2, 2, 3, 17, 4)
+    grads = []
+    for by_hand in (True, False):
+        if not by_hand:
+            monkeypatch.setattr("focus_attn.router.goes_by_hand", lambda weight: False)
+        routing = router(hidden)
+        assert routing.query_scores.grad_fn is not None and not routing.query_groups.requires_grad
+        assert (routing.query_scores is routing.key_scores) == ("shared_router" in changes)
+        loss = (pull[0] * routing.query_scores).sum() + (pull[1] * routing.key_scores.square()).sum()
+        grads.append(torch.autograd.grad(loss, (hidden, router.projection, router.centroids)))
+    for got, wanted in zip(*grads, strict=True):
+        assert got.dtype == wanted.dtype
+        tolerance = 1e-2 if got.dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance * float(wanted.abs().max()))
+
+
+def test_training_keeps_hidden_states_in_their_own_dtype():
+    router, hidden = Router(FocusConfig(num_groups=4, router_dim=8), 512, 1), torch.randn(1, 64, 512).bfloat16()
+    kept: dict[int, torch.Tensor] = {}
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: kept.setdefault(x.data_ptr(), x), lambda x: x)
+    with hooks:
+        router(hidden.requires_grad_())
+    wide = [x for x in kept.values() if x.numel() >= hidden.numel()]
+    assert len(wide) == 1 and wide[0].dtype == torch.bfloat16
+
+
+def test_hidden_states_that_want_no_gradient_get_none():
+    router, hidden = Router(FocusConfig(num_groups=4, router_dim=8), 32, 1), torch.randn(1, 9, 32)
+    router(hidden).key_scores.sum().backward()
+    assert hidden.grad is None and router.projection.grad.abs().max() > 0

@@ -269,7 +269,6 @@ def test_copies_and_pickles_know_nothing_of_the_kept_weight() -> None:
 def test_whoever_wants_to_see_operators_gets_them(launches: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_module, "value_checks", lambda scores: False)  # vmap cannot look at values
     router, hidden = make_router(), make_hidden()
-    assert router(hidden).key_scores.requires_grad
     with torch.no_grad():
         router.train()(hidden)
         router.eval()
@@ -291,6 +290,22 @@ def test_whoever_wants_to_see_operators_gets_them(launches: list[Tensor], monkey
     with torch.inference_mode():
         router(make_hidden())
     assert len(launches) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_gradients_are_those_of_the_operators(size: str, dtype: torch.dtype, launches: list[Tensor]) -> None:
+    shape, routers, config = SIZES[size]
+    router, hidden = make_router(routers, shape[-1], **config).train(), make_hidden(*shape, dtype=dtype)
+    pull, grads = torch.randn(2, shape[0], routers, shape[1], router.config.num_groups, device=DEVICE), []
+    for route in (router, lambda x: by_operators(router, x)):
+        routing = route(hidden.requires_grad_())
+        loss = (pull[0] * routing.query_scores).sum() + (pull[1] * routing.key_scores.square()).sum()
+        grads.append(torch.autograd.grad(loss, (hidden, router.projection, router.centroids)))
+    assert len(launches) == 1 and not routing.key_groups.requires_grad
+    for got, want in zip(*grads, strict=True):
+        tolerance = 1e-4 if got.dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance * float(want.abs().max()))
 
 
 def test_a_compiled_router_has_no_graph_break(launches: list[Tensor]) -> None:

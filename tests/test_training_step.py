@@ -1,5 +1,7 @@
 """A training step: its losses against plain ones, its pair counts against the predicate, its gradients."""
 
+from functools import partial
+
 import pytest
 import torch
 from tiny import EXACT, VOCAB, focus, logits, tiny_model, tokens
@@ -8,13 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from focus_attn import FocusConfig, focus_attention, get_focus_model
 from focus_attn.layer import AttentionInputs
 from focus_attn.router import Routing
-from focus_attn.training.balance import nudge_bias
+from focus_attn.training.balance import nudge_bias, sinkhorn_divergence
 from focus_attn.training.packing import read_packing
 from focus_attn.training.pairs import PairCount
 from focus_attn.training.probe import Probe
 from focus_attn.training.step import StepOptions, over_budget, training_step
 from focus_attn.training.watch import RoutingWatch
-from focus_attn.visibility import Pattern, Tokens, count_visible_pairs, near_and_reachable, visible_mask
+from focus_attn.visibility import Pattern, Tokens, count_visible_pairs, far_run, near_and_reachable, visible_mask
 
 CONFIG = FocusConfig(num_groups=4, window=8, num_sinks=2, router_dim=8)
 PLAIN = StepOptions(balance_weight=0.0, dominance_weight=0.0, probes=0)
@@ -153,6 +155,53 @@ def test_pair_counts_equal_the_predicate(sliding):
     causal = sum(n * (n + 1) / 2 for n in (30, 1, 39))
     one_hot = [torch.nn.functional.one_hot(ids[..., 0], 4).double() for ids in (query, key)]
     assert PairCount(packing, pattern).share(*one_hot).item() == pytest.approx((counted / causal).item(), rel=1e-9)
+
+
+def counted_by_gathers(packing, pattern, query, key):
+    """Kept over causal pairs as autograd differentiates it, from running sums of the keys."""
+    far = far_run(packing.positions, pattern)
+    start = torch.arange(query.shape[2]) - packing.positions
+    members = torch.nn.functional.pad(key.cumsum(2), (0, 0, 1, 0))
+    first, last = ((start + x).clamp_max(query.shape[2])[:, None, :, None].expand(query.shape) for x in far[:2])
+    kept = query * (members.gather(2, last) - members.gather(2, first)) * packing.real[:, None, :, None]
+    near, causal = (far.near * packing.real).sum(), ((packing.positions + 1) * packing.real).sum()
+    return (near + kept.sum() / query.shape[1]) / causal
+
+
+@pytest.mark.parametrize("sinks", [0, 4])
+@pytest.mark.parametrize("sliding", [None, 20, 5])
+@pytest.mark.parametrize("ends", [[70], [30, 31, 68, 70], [30, 69, 70]])
+def test_pair_counts_have_the_gradients_of_plain_sums(ends, sliding, sinks):
+    """Also where a row ends in a document, or in padding, of fewer tokens than there are sinks."""
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.rand(2, 3, 70, 4, dtype=torch.double, generator=generator).requires_grad_() for _ in range(2))
+    segments = torch.bucketize(torch.arange(70), torch.tensor(ends), right=True)[None].repeat(2, 1)
+    if len(ends) > 1:
+        segments[1][segments[1] == len(ends) - 1] = -1
+    packing, pattern = read_packing(torch.zeros(2, 70, dtype=torch.long), segments, None), Pattern(4, 7, sinks, sliding)
+    results = [
+        count(query, key)
+        for count in (PairCount(packing, pattern).share, partial(counted_by_gathers, packing, pattern))
+    ]
+    torch.testing.assert_close(*results, rtol=1e-12, atol=0)
+    grads = [torch.autograd.grad(3 * share, (query, key)) for share in results]
+    for got, wanted in zip(*grads, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.5])
+def test_balance_has_a_graph_where_it_counts(weight, monkeypatch):
+    graphs = []
+
+    def divergence(scores, *rest, **more):
+        answer = sinkhorn_divergence(scores, *rest, **more)
+        graphs.append(answer.requires_grad)
+        return answer
+
+    monkeypatch.setattr("focus_attn.training.routing_terms.sinkhorn_divergence", divergence)
+    model, ids = focus(config=CONFIG).train(), tokens(length=40)
+    measures = step(model, ids, StepOptions(balance_weight=weight, probes=0)).measures
+    assert graphs == [weight > 0] and measures["imbalance"] > 0
 
 
 def test_gradients_reach_the_routers_and_nothing_else():

@@ -11,7 +11,7 @@ from attention_cases import Case, plain_attention, random_case
 from test_attention import NAMES, worst
 
 from focus_attn import focus_attention
-from focus_attn.attention import launch
+from focus_attn.attention import call, launch
 from focus_attn.attention.backends import reason_against
 
 pytest.importorskip("triton")
@@ -27,6 +27,7 @@ def _poisoned_memory() -> Iterator[None]:
     """`torch.empty` gives NaN, so that an element nobody wrote is found."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     launch._setups.clear()
+    call._passed.clear()
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -60,6 +61,25 @@ def test_half_precision_loses_no_more_than_twice_what_plain_pytorch_loses(seed: 
     plain = plain_attention(case, grad)
     for name, got, exact, rough in zip(NAMES[:4], case.run("triton", grad)[:4], want, plain, strict=True):
         assert worst(got, exact) <= 2 * worst(rough, exact) + 1e-5, f"{name}: {case}"
+
+
+@pytest.mark.parametrize("query_k", [1, 2])
+@pytest.mark.parametrize("routers", [1, 2])
+def test_gradients_of_plain_calls_in_half_precision(query_k: int, routers: int) -> None:
+    """Where the last kernel writes them as they are wanted."""
+    q, k, v = (torch.randn(1, 70, heads, 16, device=DEVICE).half().transpose(1, 2) for heads in (4, 2, 2))
+    query_ids, key_ids = (torch.randint(0, 3, (1, routers, 70, n), device=DEVICE) for n in (query_k, 1))
+    gates = [torch.randn(1, routers, 70, 3, device=DEVICE).log_softmax(-1) for _ in range(2)]
+    grad, results = torch.randn(1, 70, 4, 16, device=DEVICE).half().transpose(1, 2), []
+    for backend, dtype in (("triton", torch.float16), ("reference", torch.float32)):
+        inputs = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)] + [x.requires_grad_() for x in gates]
+        out = focus_attention(
+            *inputs[:3], query_ids, key_ids, num_groups=3, window=5, num_sinks=2, backend=backend,
+            query_gate=inputs[3], key_gate=inputs[4],
+        )  # fmt: skip
+        results.append(torch.autograd.grad(out, inputs, grad.to(dtype)))
+    for got, want in zip(*results, strict=True):
+        assert worst(got, want) <= 3e-3 * max(1.0, float(want.abs().max()))
 
 
 def test_results_repeat_bit_for_bit() -> None:

@@ -103,7 +103,8 @@ def _walk_queries(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def query_side_kernel(
-    Q, K, V, DO, LSE, DELTA, DQ, SUMS, QUERY_SLOTS, KEY_SLOTS, RANGES, SINK_RANGES, STARTS, BITS, BARRED, PLACES, PART,
+    Q, K, V, DO, LSE, DELTA, DQ, DQ_INTO, SUMS, QUERY_SLOTS, KEY_SLOTS, RANGES, SINK_RANGES, STARTS, BITS, BARRED,
+    PLACES, PART,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, do_batch, do_head, do_token,
     num_queries, num_keys, num_entries, kv_heads, first_head, part_heads, routers, visit, window, num_sinks,
     scale, softcap,
@@ -113,7 +114,7 @@ def query_side_kernel(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dq of one pass: near writes it, or adds cuDNN's PART to it (SQUARE); far adds to what is there."""
+    """dq of one pass: near writes it, or adds cuDNN's PART to it (SQUARE); far adds to what is in DQ."""
     ROWS: tl.constexpr = BLOCK_M // G
     kv_head, batch = first_head + tl.program_id(1), tl.program_id(2).to(tl.int64)
     router = batch * routers + tl.where(routers == 1, 0, kv_head)
@@ -186,7 +187,7 @@ def query_side_kernel(
             keys, values, slots, bits, k_token, v_token, scale, softcap,
             PLAIN, True, False, SQUARE, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, 16,
         )  # fmt: skip
-    into = DQ + row[:, None] * D + d[None, :]
+    at_row = row[:, None] * D + d[None, :]
     held = live[:, None] & (d < D)[None, :]
     dq *= scale
     if SQUARE:
@@ -194,9 +195,9 @@ def query_side_kernel(
         part = PART + (place * part_heads + head - first_head * G)[:, None] * D + d[None, :]
         dq += tl.load(part, mask=held, other=0.0).to(tl.float32)
     if FAR:
-        dq += tl.load(into, mask=held, other=0.0)
+        dq += tl.load(DQ + at_row, mask=held, other=0.0)
         tl.store(SUMS + ((batch * kv_heads * G + head) * VISITS + visit) * num_queries + slot, sums, mask=live)
-    tl.store(into, dq.to(DQ.dtype.element_ty), mask=held)
+    tl.store(DQ_INTO + at_row, dq.to(DQ_INTO.dtype.element_ty), mask=held)
 
 
 @triton.jit(do_not_specialize=[*LENGTHS, "turn"])

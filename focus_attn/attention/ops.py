@@ -1,13 +1,16 @@
 """Backends as PyTorch operators: one node each with an exact backward, opaque to torch.compile (a plan depends on the
-ids' values, which a graph must not look at)."""
+ids' values, which a graph must not look at). Where nobody looks for an operator the node is a plain autograd function:
+an operator's way through PyTorch takes the host some 0.5 ms, forward and backward together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from focus_attn.attention.call import AttentionCall
 from focus_attn.attention.stock import Gradients
@@ -110,6 +113,10 @@ def make_operator(
             grads.append(q.new_empty(0) if gate is None else gate.new_empty(gate.shape, dtype=torch.float32))
         return grads
 
+    def laid_out(grad: Tensor) -> Tensor:
+        """Backends that write token by token read so too: the gradient comes as the output went."""
+        return grad if token_major and grad.stride(-1) == 1 else grad.contiguous()
+
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
         out, lse, exact = output
         ctx.save_for_backward(exact if exact.numel() else out, lse, *inputs[:12])
@@ -117,44 +124,80 @@ def make_operator(
 
     def differentiate(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Any, ...]:
         out, lse, *tensors = ctx.saved_tensors
-        grads = gradients(grad.contiguous(), out, lse, *tensors, *ctx.sizes)
+        grads = gradients(laid_out(grad), out, lse, *tensors, *ctx.sizes)
         optional = [None if x is None else g for x, g in zip(tensors[9:], grads[3:], strict=True)]
         return (*grads[:3], *[None] * 6, *optional, *[None] * len(ctx.sizes))
 
     operator.register_autograd(differentiate, setup_context=keep)
 
+    class Node(torch.autograd.Function):
+        """The operator and its gradient without a dispatcher between."""
+
+        @staticmethod
+        def forward(ctx: Any, call: AttentionCall, *differentiable: Tensor | None) -> tuple[Tensor, Tensor]:
+            with torch.autocast(device_type=call.q.device.type, enabled=False):
+                exact, lse = forward(call)
+            out = exact if exact.dtype == call.v.dtype else exact.to(call.v.dtype)
+            ids_and_places = call.query_groups, call.key_groups, *call.tokens[:4]
+            ctx.save_for_backward(exact, lse, *differentiable[:3], *ids_and_places, *differentiable[3:])
+            ctx.sizes = _sizes(call)
+            ctx.mark_non_differentiable(lse)
+            ctx.set_materialize_grads(False)
+            return out, lse
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+            if grad is None:
+                return (None,) * 7
+            exact, lse, *tensors = ctx.saved_tensors
+            with torch.autocast(device_type=grad.device.type, enabled=False):
+                grads = backward(_call(*tensors, *ctx.sizes), laid_out(grad), exact, lse)
+            return None, grads.q, grads.k, grads.v, grads.sink_logits, grads.query_gate, grads.key_gate
+
     without_operator = plain or forward
 
     def attention(call: AttentionCall) -> tuple[Tensor, Tensor]:
-        if not _needs_operator(call):
-            out, lse = without_operator(call)
+        differentiable = call.q, call.k, call.v, call.sink_logits, call.query_gate, call.key_gate
+        if not _needs_operator(differentiable):
+            if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiable):
+                return Node.apply(call, *differentiable)  # type: ignore[no-any-return]
+            with _without_autocast(call.q.device.type):
+                out, lse = without_operator(call)
             return out if out.dtype == call.v.dtype else out.to(call.v.dtype), lse
-        tokens, pattern = call.tokens, call.pattern
         out, lse, _ = operator(
-            call.q, call.k, call.v, call.query_groups, call.key_groups, *tokens[:4],
-            call.sink_logits, call.query_gate, call.key_gate,
-            pattern.num_groups, pattern.window, pattern.num_sinks, pattern.sliding_window, call.scale, call.softcap,
-            tokens.plain,
+            call.q, call.k, call.v, call.query_groups, call.key_groups, *call.tokens[:4],
+            call.sink_logits, call.query_gate, call.key_gate, *_sizes(call),
         )  # fmt: skip
         return out, lse.detach()  # its gradient is inside: what a merge needs of it must not be added again
 
     return attention
 
 
-def _needs_operator(call: AttentionCall) -> bool:
-    """Whether PyTorch must see a node: for a graph or a gradient, or because it would cast on the way. Otherwise the
-    way through its dispatcher, some 0.05 ms, is saved."""
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled(call.q.device.type):
+def _needs_operator(differentiable: tuple[Tensor | None, ...]) -> bool:
+    """Whether PyTorch must see an operator: for a graph, or because something wants to know what is called."""
+    if (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+    ):
         return True
-    grad = torch.is_grad_enabled()
-    for x in (call.q, call.k, call.v, call.sink_logits, call.query_gate, call.key_gate):
-        if x is None:
-            continue
-        if type(x) is not Tensor and not isinstance(x, torch.nn.Parameter):
-            return True  # a subclass or a functional transform wants to know what is called
-        if grad and x.requires_grad:
-            return True
-    return False
+    return any(
+        x is not None and type(x) is not Tensor and not isinstance(x, torch.nn.Parameter) for x in differentiable
+    )
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type=device_type, enabled=False)
+    return nullcontext()
+
+
+def _sizes(call: AttentionCall) -> tuple[Any, ...]:
+    pattern = call.pattern
+    sizes = pattern.num_groups, pattern.window, pattern.num_sinks, pattern.sliding_window
+    return *sizes, call.scale, call.softcap, call.tokens.plain
 
 
 def _call(

@@ -107,14 +107,15 @@ class _Pass:
 
     def query_side(
         self, dq: Tensor, sums: Tensor | None, planned: tuple[Tensor, ...], sets: tuple[Tensor, Tensor],
-        *, visit: int = 0, plain: bool = False, seed: Seed | None = None,
+        *, visit: int = 0, plain: bool = False, seed: Seed | None = None, into: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """planned: query slots, key slots, ranges, sink ranges, group starts. seed: cuDNN's dq."""
+        """planned: query slots, key slots, ranges, sink ranges, group starts. seed: cuDNN's dq. into: where far writes
+        the sum with dq, if not there; its dtype is the same for all calls of one signature."""
         first, heads = (0, self.call.k.shape[1]) if seed is None else (seed.first_head, seed.kv_heads)
         parts = (self.nothing, self.nothing) if seed is None else (seed.places, seed.out)
         arguments = (
-            *self.tensors, dq, self.nothing if sums is None else sums, *planned, *sets, *parts, *self.strides,
-            *self._lengths(first, heads * self.setup.heads_a_key, visit),
+            *self.tensors, dq, dq if into is None else into, self.nothing if sums is None else sums,
+            *planned, *sets, *parts, *self.strides, *self._lengths(first, heads * self.setup.heads_a_key, visit),
         )  # fmt: skip
         length, is_square = self.call.q.shape[2], seed is not None
         self._launch("query", query_side_kernel, length, heads, arguments, PLAIN=plain, SQUARE=is_square)
@@ -193,7 +194,7 @@ def _backward(call: AttentionCall, setup: Setup, grad: Tensor, rows: Row) -> Gra
         _far_backward(call, setup, grad, rows, far, met, total)
     elif gated:
         total.query_gate, total.key_gate = (_zeros(call, *x.shape) for x in (call.query_gate, call.key_gate))  # type: ignore[union-attr]
-    total.q, total.k, total.v = dq.to(call.q.dtype), dk.to(call.k.dtype), dv.to(call.v.dtype)
+    total.q, total.k, total.v = (x.to(call.q.dtype) for x in (total.q, total.k, total.v))  # one dtype for all
     return total
 
 
@@ -205,10 +206,15 @@ def _far_backward(
     sets = set_bits(call) if can_meet_twice(call) else (rows.lse, rows.lse)
     by_query, by_key = _zeros(call, batch, heads, query_k, num_queries), _zeros(call, batch, kv_heads, query_k, entries)
     passes, slots = _Pass(call, setup, grad, rows, far), (far.query_slots, far.key_slots)
+    # In a plain call every query has its visit, so that the only one can write all of dq as it is wanted.
+    finish = triton_plan.serves(call) and query_k == 1 and call.q.dtype != torch.float32
+    into = torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device) if finish else total.q
     for visit in range(query_k):
-        passes.query_side(total.q, by_query, (*slots, far.ranges, far.ranges, far.group_starts), sets, visit=visit)
+        queries = (*slots, far.ranges, far.ranges, far.group_starts)
+        passes.query_side(total.q, by_query, queries, sets, visit=visit, into=into)
         planned = (*slots, met, met, far.key_starts, far.key_entries)
         passes.key_side(total.k, total.v, by_key, planned, sets, visit=visit)
+    total.q = into
     if call.query_gate is not None and call.key_gate is not None:
         total.query_gate, total.key_gate = _gate_grads(call, far.key_entries.long(), by_query, by_key)
 
@@ -233,15 +239,20 @@ def _gate_grads(call: AttentionCall, key_entries: Tensor, by_query: Tensor, by_k
     """Sums over far pairs to gradients of the log assignments, [B, R, Tq, K] and [B, R, Tk, K]."""
     assert call.query_gate is not None and call.key_gate is not None
     routers = call.query_groups.shape[1]
-    by_query = by_query.unflatten(1, (routers, -1)).sum(2).transpose(2, 3)  # [B, R, Tq, query_k]
+    by_query = _sum_or_only(by_query.unflatten(1, (routers, -1)), 2).transpose(2, 3)  # [B, R, Tq, query_k]
     query_gate = torch.zeros(call.query_gate.shape, dtype=torch.float32, device=by_query.device)
     query_gate.scatter_add_(-1, call.query_groups, by_query)
-    by_key = by_key.sum(2).unflatten(1, (routers, -1)).sum(2)  # [B, R, entries]
-    ids = call.key_groups.flatten(2)
-    place = key_entries // call.key_groups.shape[-1] * call.pattern.num_groups + ids.gather(-1, key_entries)
+    by_key = _sum_or_only(_sum_or_only(by_key, 2).unflatten(1, (routers, -1)), 2)  # [B, R, entries]
+    ids, key_k = call.key_groups.flatten(2), call.key_groups.shape[-1]
+    slots = key_entries if key_k == 1 else key_entries // key_k
+    place = torch.add(ids.gather(-1, key_entries), slots, alpha=call.pattern.num_groups)
     key_gate = torch.zeros(call.key_gate.shape, dtype=torch.float32, device=by_key.device)
     key_gate.flatten(2).scatter_add_(-1, place, by_key)
     return query_gate, key_gate
+
+
+def _sum_or_only(x: Tensor, dim: int) -> Tensor:
+    return x.squeeze(dim) if x.shape[dim] == 1 else x.sum(dim)
 
 
 def _zeros(call: AttentionCall, *shape: int) -> Tensor:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from focus_attn.router import Router, sinkhorn
+from focus_attn.router import Router, sinkhorn, tempered
 
 if TYPE_CHECKING:
     from focus_attn.model import FocusModel
@@ -29,16 +29,19 @@ def group_members(key: Tensor, real: Tensor) -> Tensor:
     return (key * real[:, None, :, None]).sum((0, 2))
 
 
-def sinkhorn_divergence(scores: Tensor, real: Tensor, temperature: float, iterations: int) -> Tensor:
+def sinkhorn_divergence(
+    scores: Tensor, real: Tensor, temperature: float, iterations: int, may_be_padded: bool = True
+) -> Tensor:
     """KL from the balanced assignment of the batch to the router's own, mean over tokens and routers; 0 when balanced.
 
     The balanced one is Sinkhorn's, over all tokens of the batch together, and is a target: no gradient goes through it.
     scores [B, R, T, K].
     """
-    log_p = (scores / temperature).log_softmax(-1)
-    tokens = (scores.detach() / temperature).transpose(0, 1).flatten(1, 2)[None]  # [1, R, B * T, K]
-    target = sinkhorn(tokens, iterations, real.flatten()[None])[0].unflatten(1, (scores.shape[0], -1)).transpose(0, 1)
-    divergence = (target.exp() * (target - log_p)).sum(-1) * real[:, None]
+    logits = tempered(scores, temperature)
+    tokens = logits.detach().transpose(0, 1).flatten(1, 2)[None]  # [1, R, B * T, K]
+    target = sinkhorn(tokens, iterations, real.flatten()[None] if may_be_padded else None)
+    target = target[0].unflatten(1, (scores.shape[0], -1)).transpose(0, 1)
+    divergence = (target.exp() * (target - logits.log_softmax(-1))).sum(-1) * real[:, None]
     return divergence.sum() / (real.sum().clamp_min(1) * scores.shape[1])
 
 

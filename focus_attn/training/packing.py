@@ -18,6 +18,11 @@ class Packing(NamedTuple):
     real: Tensor  # [B, T] bool, False = padding
     position_ids: Tensor | None  # [B, T] what the model is given; None: one document a row, no padding
 
+    @property
+    def may_be_padded(self) -> bool:
+        """Known without a look at values."""
+        return self.position_ids is not None
+
     def past_window(self, window: int) -> Tensor:
         """[B, T] bool: the tokens that are predicted from a position where the router has a say."""
         return self.real & (self.positions > window)

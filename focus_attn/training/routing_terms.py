@@ -13,7 +13,7 @@ from torch import Tensor
 
 from focus_attn.config import FocusConfig
 from focus_attn.layer import FocusLayer
-from focus_attn.router import Routing
+from focus_attn.router import Routing, tempered
 from focus_attn.training.balance import group_members, overfull, sinkhorn_divergence
 from focus_attn.training.packing import Packing
 from focus_attn.training.pairs import PairCount, soft_assignments, straight_through
@@ -35,9 +35,9 @@ class RoutingTerms(NamedTuple):
 
 
 def routing_terms(
-    model: FocusModel, routings: dict[int, Routing], packing: Packing, largest_group: float
+    model: FocusModel, routings: dict[int, Routing], packing: Packing, largest_group: float, balanced: bool = True
 ) -> RoutingTerms:
-    """From the routing of every routed layer, by its index."""
+    """From the routing of every routed layer, by its index. balanced: whether the imbalance has a gradient."""
     layers = model.focus_layers()
     alone = [layer for layer in layers if layer.router is None]
     alike: dict[tuple[int | None, int], list[FocusLayer]] = {}
@@ -50,7 +50,8 @@ def routing_terms(
     most = max(routers for _, routers in alike)
     for (sliding, routers), some in alike.items():
         indices = [layer.spec.layer_idx for layer in some]
-        terms, loads = _terms([routings[i] for i in indices], packing, sliding, model.focus_config, largest_group)
+        these, config = [routings[i] for i in indices], model.focus_config
+        terms, loads = _terms(these, packing, sliding, config, largest_group, balanced)
         parts.append((len(some), terms))
         filled = torch.nn.functional.pad(loads.unflatten(0, (-1, routers)), (0, 0, 0, most - routers))
         members.update(zip(indices, filled, strict=True))
@@ -66,24 +67,31 @@ def routing_terms(
 
 
 def _terms(
-    routings: list[Routing], packing: Packing, sliding: int | None, config: FocusConfig, largest_group: float
+    routings: list[Routing],
+    packing: Packing,
+    sliding: int | None,
+    config: FocusConfig,
+    largest_group: float,
+    balanced: bool,
 ) -> tuple[Tensor, Tensor]:
     """Pairs kept, pairs expected, overfull, imbalance, confidence, [5]; the members of each key group, [layers * R, K].
-    Both sides of all layers, [B, 2 * layers * R, T, K], go through one set of operations."""
+    Both sides of all layers, [B, 2 * layers * R, T, K], go through one set of operations. In memory the tokens of a
+    group lie side by side, as sums over tokens want them."""
     query_groups, key_groups, query_scores, key_scores = zip(*routings, strict=True)
-    scores = torch.cat((*query_scores, *key_scores), 1)
-    probabilities = (scores / config.temperature).softmax(-1)
+    scores = torch.cat([x.transpose(-1, -2) for x in (*query_scores, *key_scores)], 1)
+    probabilities = tempered(scores, config.temperature).softmax(-2).transpose(-1, -2)
     query, key = map(soft_assignments, probabilities.chunk(2, 1), (config.query_top_k, config.key_top_k))
     hard_query = straight_through(torch.cat(query_groups, 1), query)
     hard_key = straight_through(torch.cat(key_groups, 1), key)
     members = group_members(hard_key, packing.real)
     count = PairCount(packing, Pattern(config.num_groups, config.window, config.num_sinks, sliding))
     surest = (query.detach().amax(-1) + key.detach().amax(-1)) / 2 * packing.real[:, None]  # [B, R, T]
+    scores = (scores if balanced else scores.detach()).transpose(-1, -2)
     terms = [
         count.share(hard_query, hard_key),
         count.share(query.detach(), key.detach()),
         overfull(members, largest_group),
-        sinkhorn_divergence(scores, packing.real, config.temperature, config.sinkhorn_iters),
+        sinkhorn_divergence(scores, packing.real, config.temperature, config.sinkhorn_iters, packing.may_be_padded),
         surest.sum() / (packing.real.sum().clamp_min(1) * surest.shape[1]),
     ]
     return torch.stack(terms), members.detach()

@@ -103,10 +103,11 @@ def training_step(
     if torch.is_grad_enabled() and not model.training:
         raise ValueError("the model is in eval mode, where routers have no gradient: call `model.train()` first")
 
+    # How many there are has to be read from the device: before it has anything to do, or the host would wait for it.
+    predicted, targets = _to_predict(packing, input_ids if labels is None else labels, window)
     watch = RoutingWatch(_probe(options, exploration_left, input_ids, window), options.stop_gradient)
     with watch.watching(model):
         answer = _run_decoder(model, input_ids, packing)
-    predicted, targets = _to_predict(packing, input_ids if labels is None else labels, window)
     hidden = _pick(answer, predicted)
     head = Head(model.base_model, answer)
 
@@ -121,7 +122,7 @@ def training_step(
         measures["distill"] = distillation_loss(head, hidden, teacher)
         loss = loss + measures["distill"] * (1.0 if options.objective == "distill" else options.distill_weight)
 
-    terms = routing_terms(model, watch.routings, packing, options.largest_group)
+    terms = routing_terms(model, watch.routings, packing, options.largest_group, options.balance_weight > 0)
     measures.update(terms._asdict())
     loads = measures.pop("loads")
     loss = loss + options.balance_weight * terms.imbalance + options.dominance_weight * terms.overfull
