@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from focus_attn.cache import IdsTag
 from focus_attn.config import FocusConfig
+from focus_attn.gradients import first_order
 from focus_attn.router import Router, Routing, tempered
 from focus_attn.visibility import Pattern, Tokens
 
@@ -120,7 +120,7 @@ class _SoftmaxGate(torch.autograd.Function):
         return log_assignment
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (log_assignment,) = ctx.saved_tensors
         return torch._softmax_backward_data(grad, log_assignment.exp(), -1, grad.dtype)

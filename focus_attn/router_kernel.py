@@ -21,9 +21,9 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from focus_attn.attention.launch import ceil_div, launch_variant, power_of_2, shared_memory
-from focus_attn.router import EPS, Router, Routing
-from focus_attn.router_training import TrainedScores, goes_by_hand
-from focus_attn.router_weight import forget_weight, kept_weight, split
+from focus_attn.router import Router, Routing
+from focus_attn.router_training import EPS, TrainedScores, goes_by_hand
+from focus_attn.router_weight import forget_weight, kept_weight, split, weight_parts
 
 MOST_GROUPS = 128  # the scores of one router lie in one tile, which can have no more columns than this
 MOST_CHOICES = 8  # each is one more search for the largest score
@@ -113,8 +113,10 @@ def route(router: Router, hidden: Tensor) -> Routing | None:
         forget_weight(router)  # what comes next may change the parameters behind their versions' back, as FSDP does
     if not _serves(router, projection, centroids, hidden):
         return None
+    if trains and not grad:  # a checkpointed layer's first pass: the second, with gradients, must say the same
+        return _launch_fitting(router, hidden, weight_parts(router, hidden.dtype))
     if trains:
-        return _route_with_gradients(router, hidden) if grad else None
+        return _route_with_gradients(router, hidden)
     if grad and hidden.requires_grad:
         return None
     return _launch_fitting(router, hidden, kept_weight(router, projection, centroids, hidden.dtype))

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from focus_attn.gradients import first_order
 
 EPS = 1e-6  # of the root mean square
 
@@ -43,7 +44,7 @@ class TrainedScores(torch.autograd.Function):
         return answers
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight = ctx.saved_tensors
         with torch.autocast(device_type=hidden.device.type, enabled=False):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 if TYPE_CHECKING:
     from focus_attn.router import Router
@@ -26,9 +27,9 @@ _kept: weakref.WeakKeyDictionary[Router, Kept] = weakref.WeakKeyDictionary()
 def kept_weight(router: Router, projection: Tensor, centroids: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight for hidden states of this dtype, as `weight_parts` makes it. projection, centroids: the router's.
 
-    A change shows in the tensors' addresses or versions; only one made through `.data` in place, outside of training,
-    would not. On another stream the weight is made again, for nothing says when this one is done; a CUDA graph makes
-    its own, which follows the parameters.
+    A change shows in the tensors' addresses or versions, or is a step of an optimiser: fused ones count no version. Only
+    one made through `.data` in place, or by the replay of a CUDA graph, would not show. On another stream the weight is
+    made again, for nothing says when this one is done; a CUDA graph makes its own, which follows the parameters.
     """
     stream = 0
     if projection.is_cuda:
@@ -41,6 +42,9 @@ def kept_weight(router: Router, projection: Tensor, centroids: Tensor, dtype: to
         sources = projection.detach(), centroids.detach()
         kept = _kept[router] = Kept(weight_parts(router, dtype), key, sources)
     return kept.weight
+
+
+register_optimizer_step_post_hook(lambda *_: _kept.clear())
 
 
 def forget_weight(router: Router) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny import tiny_model
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import focus_attn.router as router_module
@@ -192,6 +193,17 @@ def change_by_optimiser(router: Router) -> None:
         optimiser.step()
 
 
+def change_by_a_fused_optimiser(router: Router) -> None:
+    """It counts no version, and the weight is kept once more before it steps."""
+    with torch.enable_grad():
+        optimiser = torch.optim.AdamW(router.requires_grad_().parameters(), lr=0.1, fused=True)
+        router(make_hidden()).key_scores.square().mean().backward()
+    router.requires_grad_(False)(make_hidden())
+    router.requires_grad_()
+    optimiser.step()
+    router.requires_grad_(False)
+
+
 def change_after_training_behind_its_back(router: Router) -> None:
     """As sharded training does: the parameter's version stays what it was."""
     router.requires_grad_().train()(make_hidden())
@@ -207,7 +219,7 @@ def change_bias(router: Router) -> None:
     "change",
     [
         change_in_place, change_data, change_by_replacing, change_by_loading, change_by_assigning, change_by_optimiser,
-        change_after_training_behind_its_back, change_bias,
+        change_by_a_fused_optimiser, change_after_training_behind_its_back, change_bias,
     ],
     ids=lambda change: change.__name__,
 )  # fmt: skip
@@ -270,8 +282,6 @@ def test_whoever_wants_to_see_operators_gets_them(launches: list[Tensor], monkey
     monkeypatch.setattr(router_module, "value_checks", lambda scores: False)  # vmap cannot look at values
     router, hidden = make_router(), make_hidden()
     with torch.no_grad():
-        router.train()(hidden)
-        router.eval()
         for odd in (hidden.double(), hidden[:, :0]):
             router(odd)
         for config in ({"routing": "paper_leaky"}, {"num_groups": 129}, {"num_groups": 16, "query_top_k": 9}):
@@ -306,6 +316,25 @@ def test_gradients_are_those_of_the_operators(size: str, dtype: torch.dtype, lau
     for got, want in zip(*grads, strict=True):
         tolerance = 1e-4 if got.dtype == torch.float32 else 1e-2
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance * float(want.abs().max()))
+
+
+def test_a_checkpointed_router_says_the_same_twice(launches: list[Tensor]) -> None:
+    """The first time without gradients, the second with them."""
+    router, hidden, said = make_router().train(), make_hidden().requires_grad_(), []
+
+    def scores(x: Tensor) -> Tensor:
+        said.append(router(x))
+        return said[-1].key_scores
+
+    checkpoint(scores, hidden, use_reentrant=True).square().sum().backward()
+    assert len(launches) == len(said) == 2
+    assert all(torch.equal(first, second) for first, second in zip(*said, strict=True))
+
+
+def test_second_derivatives_are_refused() -> None:
+    router, hidden = make_router().train(), make_hidden().requires_grad_()
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.autograd.grad(router(hidden).key_scores.sum(), hidden, create_graph=True)
 
 
 def test_a_compiled_router_has_no_graph_break(launches: list[Tensor]) -> None:

@@ -89,7 +89,8 @@ def test_strange_words_are_those_of_the_text_and_digits():
     types, digits = strange_words(np.array([4, 1, 4, 0]), tokenizer)
     assert types.tolist() == [0, 1, 4]
     assert digits.tolist() == [3, 5]
-    assert len(strange_words(np.array([4, 1]), None)) == 1
+    with pytest.raises(ValueError, match="give the `tokenizer`"):
+        strange_words(np.array([4, 1]), None)
 
 
 def test_more_than_half_is_refused():

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from focus_attn.attention.call import AttentionCall
 from focus_attn.attention.stock import Gradients
+from focus_attn.gradients import first_order
 from focus_attn.visibility import Pattern, Tokens
 
 Forward = Callable[[AttentionCall], tuple[Tensor, Tensor]]
@@ -146,7 +146,7 @@ def make_operator(
             return out, lse
 
         @staticmethod
-        @once_differentiable
+        @first_order
         def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
             if grad is None:
                 return (None,) * 7

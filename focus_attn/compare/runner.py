@@ -121,6 +121,7 @@ class _Model:
         self.score_files: dict[str, Path] = {}
         self.too_large: dict[str, None] = {}  # rows for which there was not enough memory, in order
         self.begun = 0  # cells
+        self.measured = False  # any of them, in this run
         self.costs: dict[tuple[str, _Place], float] = {}  # (row, place) -> share, for rows of equal cost
 
     @property
@@ -151,6 +152,7 @@ class _Model:
                     raise OutOfTimeError
                 subject = subject or self.workshop.make(method, seed)
                 self.store.put(key, self._measured(method, subject, place, seed))
+                self.measured = True
             # Names are for people: a row that was renamed is not measured again.
             cell = self.store[key] | {"row": method.name, "data": place.data}
             if subject is not None:
@@ -254,7 +256,8 @@ class _Model:
         except ValueError as error:  # a cost it cannot come down to, or a use it is not made for
             return cell | {"failed": str(error)}
         what = f"{self.begun}/{self.total} {method.name}, {place.data}, {place.length:,}"
-        report = until(self.deadline, self.settings.progress, what)
+        # One cell is finished in any case: one that takes longer than the time given would never be.
+        report = until(self.deadline if self.measured else math.inf, self.settings.progress, what)
         cell["peer"] = None if peer is None else str(peer)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # a peer that looks ahead is marked in the table

@@ -98,7 +98,7 @@ def train(
             the recipe's precision, and carries Focus afterwards (`result.model`), unless the call fails.
         text_or_dataset: a path, "hub:owner/name", a list of texts, a `datasets.Dataset`, or token ids: a tensor, a
             list, a list of lists.
-        tokenizer: the model's own; not needed for token ids, except that strange passages get no digits without it.
+        tokenizer: the model's own; not needed for token ids, except by strange passages.
         output: the folder for the adapter, the checkpoints, the log (log.jsonl, TensorBoard) and the record (run.json).
         resume: go on from the last checkpoint in `output`; False removes what is there and starts anew.
         device: by default CUDA where there is one; of several processes each takes its own.

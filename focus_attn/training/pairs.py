@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from focus_attn.gradients import first_order
 from focus_attn.training.packing import Packing
 from focus_attn.visibility import Pattern, far_run
 
@@ -54,7 +54,7 @@ class _FarPairs(torch.autograd.Function):
         return (query * by_query).sum()
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, by_query, first, last, real = ctx.saved_tensors
         place = torch.arange(query.shape[2], device=query.device).expand(len(query), -1).contiguous()

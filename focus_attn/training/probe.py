@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from focus_attn.gradients import first_order
 from focus_attn.layer import AttentionInputs
 from focus_attn.router import Routing
 from focus_attn.visibility import Pattern, Tokens, memberships, near_and_reachable, shares_group
@@ -51,7 +51,7 @@ class Probe:
         """`out` [B, H, T, Dv] in value, with the gradients of what the probes drop. gates: log assignments [B, R, T, K]
         of both sides, which alone receive them. lse: [B, H, T]."""
         tensors = (inputs.q, inputs.k, inputs.v, lse, routing.query_groups, routing.key_groups)
-        given = _Given(self, inputs.tokens, pattern, inputs.scale, inputs.softcap)
+        given = _Given(self, inputs.tokens, pattern, float(inputs.scale), inputs.softcap)
         return _DroppedPairs.apply(out, *gates, *tensors, given)  # type: ignore[no-any-return]
 
     def far(self, tokens: Tokens, pattern: Pattern) -> Tensor:
@@ -93,7 +93,7 @@ class _DroppedPairs(torch.autograd.Function):
         return out.view_as(out)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         with torch.autocast(device_type=grad.device.type, enabled=False):
             query, key = gate_gradients(ctx.given, grad, *ctx.saved_tensors)

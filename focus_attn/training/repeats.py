@@ -18,6 +18,7 @@ from torch import Tensor
 
 SHORTEST, LONGEST = 8, 48  # tokens of a passage: the first few cannot be foreseen, the others can be looked up
 MEAN = (SHORTEST + LONGEST) / 2
+PART = 1 << 24  # tokens of a text that are read at a time: it may be larger than the memory
 CUE = 4  # tokens that a strange passage begins with as it stood: by them it is found again
 
 
@@ -62,13 +63,14 @@ def repeat_passages(
 
 
 def strange_words(text: np.ndarray, tokenizer: Any) -> list[Tensor]:
-    """What strange passages are made of: all tokens that a text has, however rare, and digits, where the tokenizer is
-    known that tells them. Numbers are what one looks up and what one cannot guess, and books have few."""
-    words = [torch.from_numpy(np.unique(text).astype(np.int64))]
-    if tokenizer is not None:
-        digits = [number for token, number in tokenizer.get_vocab().items() if token.isascii() and token.isdigit()]
-        words += [torch.tensor(sorted(digits))] if digits else []
-    return words
+    """What strange passages are made of: all tokens that a text has, however rare, and digits. Numbers are what one
+    looks up and what one cannot guess, and books have few."""
+    if tokenizer is None:
+        raise ValueError("`strange` needs to know which tokens are digits: give the `tokenizer` beside the token ids")
+    parts = [np.unique(text[first : first + PART]) for first in range(0, len(text), PART)]
+    words = [torch.from_numpy(np.unique(np.concatenate(parts)).astype(np.int64))]
+    digits = [number for token, number in tokenizer.get_vocab().items() if token.isascii() and token.isdigit()]
+    return [*words, torch.tensor(sorted(digits))] if digits else words
 
 
 def _documents(ids: Tensor, segments: Tensor | None) -> list[tuple[int, int]]:
