@@ -76,9 +76,7 @@ def main() -> None:
     options = parser.parse_args()
 
     base, tokenizer = load_default_model(device="cuda" if torch.cuda.is_available() else "cpu")
-    asked = retrieval(
-        tokenizer, "needle", [read_text(options.text)], [options.length], DEPTHS, options.items, seed=2000
-    )
+    asked = retrieval(tokenizer, "needle", read_text(options.text), [options.length], DEPTHS, options.items, seed=2000)
     rows: list[dict[str, Any]] = []
     for name in options.adapter or ["k8"]:
         model = FocusModel.from_pretrained(base, find_adapter(name)).eval()

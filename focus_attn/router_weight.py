@@ -27,7 +27,7 @@ _kept: weakref.WeakKeyDictionary[Router, Kept] = weakref.WeakKeyDictionary()
 def kept_weight(router: Router, projection: Tensor, centroids: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight for hidden states of this dtype, as `weight_parts` makes it. projection, centroids: the router's.
 
-    A change shows in the tensors' addresses or versions, or is a step of an optimiser: fused ones count no version. Only
+    A change shows in the tensors' addresses or versions, or is a step of an optimiser, as fused ones count none. Only
     one made through `.data` in place, or by the replay of a CUDA graph, would not show. On another stream the weight is
     made again, for nothing says when this one is done; a CUDA graph makes its own, which follows the parameters.
     """
