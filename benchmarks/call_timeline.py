@@ -1,0 +1,106 @@
+"""One long call, kernel by kernel, and what it takes among others: after a dense call, and after calls of its own kind.
+
+    python benchmarks/call_timeline.py --length 65536 --json results/attention_h200/timeline_64k.json
+
+Ids are drawn anew before every call. A device that has just run dense attention for 60 ms stands at its power limit,
+so that the same kernels take longer there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+
+from focus_attn import focus_attention
+from focus_attn.bench.record import write_json
+
+GROUPS, WINDOW = 8, 128
+
+
+def milliseconds(call: Callable[[], object]) -> float:
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    first.record()
+    call()
+    last.record()
+    torch.cuda.synchronize()
+    return first.elapsed_time(last)
+
+
+def spread(times: list[float]) -> dict[str, float]:
+    return {"median_ms": statistics.median(times), "min_ms": min(times), "max_ms": max(times)}
+
+
+def kernels_of(call: Callable[[], object]) -> list[dict[str, Any]]:
+    with profile(activities=[ProfilerActivity.CUDA]) as record:
+        call()
+        torch.cuda.synchronize()
+    found = sorted(
+        (event for event in record.events() if event.device_type == DeviceType.CUDA),
+        key=lambda event: event.time_range.start,
+    )
+    rows: list[dict[str, Any]] = []
+    for before, event in zip([None, *found], found, strict=False):
+        gap = 0.0 if before is None else event.time_range.start - before.time_range.end
+        rows.append({"kernel": event.name[:60], "us": event.time_range.elapsed_us(), "gap_us": gap})
+    return rows
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--length", type=int, default=65536)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--json", type=Path, required=True)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this needs a CUDA device")
+
+    shape = 1, options.heads, options.length, options.width
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+
+    def ours(ids: Tensor) -> object:
+        return focus_attention(q, k, v, ids, ids, num_groups=GROUPS, window=WINDOW)
+
+    def dense(_: Tensor) -> object:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def timed(attend: Callable[[Tensor], object]) -> float:
+        ids = torch.randint(GROUPS, (1, 1, options.length, 1), device="cuda")
+        return milliseconds(lambda: attend(ids))
+
+    for _ in range(8):
+        timed(ours), timed(dense)
+    turns = [(timed(ours), timed(dense)) for _ in range(options.repeats)]
+    apart = [timed(ours) for _ in range(options.repeats)], [timed(dense) for _ in range(options.repeats)]
+    ids = torch.randint(GROUPS, (1, 1, options.length, 1), device="cuda")
+    kernels = kernels_of(lambda: ours(ids))
+    record = {
+        "length": options.length,
+        "in_turns": {name: spread(list(times)) for name, times in zip(("focus", "dense"), zip(*turns), strict=True)},
+        "apart": {name: spread(times) for name, times in zip(("focus", "dense"), apart, strict=True)},
+        "kernels_ms": sum(row["us"] for row in kernels) / 1e3,
+        "kernels": kernels,
+    }
+    for row in kernels:
+        print(f"{row['gap_us']:8.1f} {row['us']:9.1f} us  {row['kernel']}")
+    for name in ("in_turns", "apart"):
+        focus, other = (record[name][side]["median_ms"] for side in ("focus", "dense"))
+        print(f"{name}: {focus:.2f} ms, dense {other:.2f}: {other / focus:.2f}x")
+    write_json(options.json, record)
+
+
+if __name__ == "__main__":
+    main()
