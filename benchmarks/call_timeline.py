@@ -82,15 +82,22 @@ def main() -> None:
         return milliseconds(lambda: attend(ids))
 
     for _ in range(8):
-        timed(ours), timed(dense)
-    turns = [(timed(ours), timed(dense)) for _ in range(options.repeats)]
-    apart = [timed(ours) for _ in range(options.repeats)], [timed(dense) for _ in range(options.repeats)]
+        timed(ours)
+        timed(dense)
+    in_turns: dict[str, list[float]] = {"focus": [], "dense": []}
+    for _ in range(options.repeats):
+        in_turns["focus"].append(timed(ours))
+        in_turns["dense"].append(timed(dense))
+    apart = {
+        "focus": [timed(ours) for _ in range(options.repeats)],
+        "dense": [timed(dense) for _ in range(options.repeats)],
+    }
     ids = torch.randint(GROUPS, (1, 1, options.length, 1), device="cuda")
     kernels = kernels_of(lambda: ours(ids))
-    record = {
+    record: dict[str, Any] = {
         "length": options.length,
-        "in_turns": {name: spread(list(times)) for name, times in zip(("focus", "dense"), zip(*turns), strict=True)},
-        "apart": {name: spread(times) for name, times in zip(("focus", "dense"), apart, strict=True)},
+        "in_turns": {name: spread(times) for name, times in in_turns.items()},
+        "apart": {name: spread(times) for name, times in apart.items()},
         "kernels_ms": sum(row["us"] for row in kernels) / 1e3,
         "kernels": kernels,
     }
