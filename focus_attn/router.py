@@ -80,12 +80,11 @@ class Router(nn.Module):
 
     def forward(self, hidden: Tensor, token_mask: Tensor | None = None) -> Routing:
         """[B, T, d] -> Routing. `token_mask` [B, T] (True = real) matters to `paper_leaky` alone."""
+        self._check_hidden(hidden)
         if not torch.compiler.is_compiling() and hidden.device.type in KERNEL_DEVICES:
-            self._check_hidden(hidden)
             routing = _route_by_kernel(self, hidden)
             if routing is not None:
                 return routing
-        self._check_hidden(hidden)
         with torch.autocast(device_type=hidden.device.type, enabled=False):
             weight = self.combined_weight()
 
