@@ -7,17 +7,15 @@ soft assignments that training uses, never the ids, unless `routing="paper_leaky
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import math
 from collections.abc import Callable
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from focus_attn.config import FocusConfig
+from focus_attn.kernel_use import kernels
 from focus_attn.router_training import EPS, TrainedScores, goes_by_hand
 from focus_attn.router_weight import forget_weight
 
@@ -93,9 +91,14 @@ class Router(nn.Module):
 
             by_hand = goes_by_hand(weight)
             answers = TrainedScores.apply(hidden, weight, compute) if by_hand else compute()
+        routing = self.routing_of(answers)
+        _check_scores(*answers[: self.num_sides])
+        return routing
+
+    def routing_of(self, answers: tuple[Tensor, ...]) -> Routing:
+        """Scores of each side, then ids, as `_scores_and_ids` gives them. A shared router has one side, so that both
+        are one object: backends recognise shared ids by identity."""
         scores, ids = answers[: self.num_sides], answers[self.num_sides :]
-        _check_scores(*scores)
-        # A shared router has one side, so that both are one object: backends recognise shared ids by identity.
         return Routing(ids[0], ids[-1], scores[0], scores[-1])
 
     def _scores_and_ids(self, hidden: Tensor, weight: Tensor, token_mask: Tensor | None) -> tuple[Tensor, ...]:
@@ -167,21 +170,11 @@ def sinkhorn(logits: Tensor, iterations: int, token_mask: Tensor | None = None) 
 
 def _route_by_kernel(router: Router, hidden: Tensor) -> Routing | None:
     """None where the kernel cannot: without Triton, or when PyTorch is to see what is computed."""
-    kernel = _kernel()
+    kernel = kernels("focus_attn.router_kernel")
     routing: Routing | None = None if kernel is None else kernel.route(router, hidden)
     if routing is not None:
         _check_scores(routing.query_scores, routing.key_scores)
     return routing
-
-
-@functools.cache
-def _kernel() -> ModuleType | None:
-    """Imported at its first use: Triton is optional and takes a moment to import."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    from focus_attn import router_kernel
-
-    return router_kernel
 
 
 def _check_scores(*scores: Tensor) -> None:

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from focus_attn.attention.launch import ceil_div, launch_variant, power_of_2, shared_memory
+from focus_attn.kernel_use import is_transformed, launching_on
 from focus_attn.router import Router, Routing
 from focus_attn.router_training import EPS, TrainedScores, goes_by_hand
 from focus_attn.router_weight import forget_weight, kept_weight, split, weight_parts
@@ -103,9 +104,11 @@ def _router_kernel(
 
 def route(router: Router, hidden: Tensor) -> Routing | None:
     """[B, T, d] -> Routing; None where it must come from PyTorch's operators."""
-    if hidden.is_cuda and hidden.get_device() != torch.cuda.current_device():  # where Triton would launch
-        with torch.cuda.device(hidden.device):
-            return route(router, hidden)
+    with launching_on(hidden.device):
+        return _route(router, hidden)
+
+
+def _route(router: Router, hidden: Tensor) -> Routing | None:
     projection, centroids = router.projection, router.centroids  # looked up once: a module takes its time over it
     grad = torch.is_grad_enabled()
     trains = (grad or router.training) and (projection.requires_grad or centroids.requires_grad)
@@ -133,9 +136,7 @@ def _route_with_gradients(router: Router, hidden: Tensor) -> Routing | None:
         query_ids, key_ids, *scores = _launch_fitting(router, hidden, split(weight, hidden.dtype))
         return *scores[: router.num_sides], query_ids, *([] if key_ids is query_ids else [key_ids])
 
-    answers = TrainedScores.apply(hidden, weight, compute)
-    scores, ids = answers[: router.num_sides], answers[router.num_sides :]
-    return Routing(ids[0], ids[-1], scores[0], scores[-1])
+    return router.routing_of(TrainedScores.apply(hidden, weight, compute))
 
 
 def _launch_fitting(router: Router, hidden: Tensor, weight: Tensor) -> Routing:
@@ -160,9 +161,8 @@ def _serves(router: Router, projection: Tensor, centroids: Tensor, hidden: Tenso
         and config.routing == "causal"
         and config.num_groups <= MOST_GROUPS
         and max(config.query_top_k, config.key_top_k) <= MOST_CHOICES
-        and torch._C._functorch.peek_interpreter_stack() is None
+        and not is_transformed()
         and torch._C._len_torch_dispatch_stack() == 0
-        and not torch.jit.is_tracing()
     )
 
 

@@ -13,19 +13,14 @@ import torch
 from torch import Tensor
 
 from focus_attn.gradients import first_order
+from focus_attn.kernel_use import is_transformed
 
 EPS = 1e-6  # of the root mean square
 
 
 def goes_by_hand(weight: Tensor) -> bool:
     """Whether there is a gradient, and nobody who wants to see it as operators."""
-    return (
-        torch.is_grad_enabled()
-        and weight.requires_grad
-        and not torch.compiler.is_compiling()
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and not torch.jit.is_tracing()
-    )
+    return torch.is_grad_enabled() and weight.requires_grad and not is_transformed()
 
 
 class TrainedScores(torch.autograd.Function):

@@ -23,8 +23,8 @@ from focus_attn import focus_attention
 from focus_attn.attention import call as call_module
 from focus_attn.attention import launch, near_far, recorded, square
 from focus_attn.attention.backends import on_its_device
-from focus_attn.attention.launch import Tile, setup_for
-from focus_attn.attention.near_far import _fitting
+from focus_attn.attention.launch import Tile, fitting, setup_for
+from focus_attn.attention.near_far import bytes_of
 from focus_attn.attention.recorded import Way
 from focus_attn.attention.triton import triton_forward
 
@@ -451,4 +451,4 @@ def test_kernels_run_on_the_device_of_the_call(monkeypatch: pytest.MonkeyPatch) 
 )
 def test_tiles_fit_into_the_shared_memory_of_the_device(room: int, stages: int, keys: int) -> None:
     """H200, A100, GeForce, Turing; bf16 heads of 128."""
-    assert _fitting(Tile(128, 128, 8, 3), 256, room) == Tile(128, keys, 8, stages)
+    assert fitting(Tile(128, 128, 8, 3), lambda tile: bytes_of(tile, 256), room) == Tile(128, keys, 8, stages)

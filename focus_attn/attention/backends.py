@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from focus_attn.attention.call import AttentionCall
@@ -16,6 +15,7 @@ from focus_attn.attention.dense import is_dense
 from focus_attn.attention.ops import Forward, make_operator
 from focus_attn.attention.reference import reference_attention
 from focus_attn.attention.stock import stock_backward, stock_forward
+from focus_attn.kernel_use import launching_on
 
 _stock = make_operator("stock", stock_forward, stock_backward, unrounded=True, token_major=False)
 
@@ -129,13 +129,8 @@ def _triton() -> Forward:
 
 
 def on_its_device(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Triton launches on the current device; the layers of a model spread over several lie on others too."""
-
     def there(call: AttentionCall, *rest: Any) -> Any:
-        device = call.q.device
-        if device.type != "cuda" or device.index == torch.cuda.current_device():
-            return run(call, *rest)
-        with torch.cuda.device(device):
+        with launching_on(call.q.device):
             return run(call, *rest)
 
     return there

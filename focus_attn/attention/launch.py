@@ -140,6 +140,15 @@ def shared_memory(device: torch.device) -> int:
     return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))  # AMD's
 
 
+def fitting(tile: Tile, needed: Callable[[Tile], int], room: int) -> Tile:
+    """Fewer stages, then fewer keys, on devices with less shared memory than an H200: an A100 has 163 KiB a block, most
+    others 99. needed: bytes of a tile."""
+    while needed(tile) > room and (tile.stages > 1 or tile.keys > 16):
+        fewer = {"stages": tile.stages - 1} if tile.stages > 1 else {"keys": tile.keys // 2}
+        tile = tile._replace(**fewer)
+    return tile
+
+
 def power_of_2(number: int) -> int:
     """The next power of two that is not smaller."""
     return 1 << (number - 1).bit_length()

@@ -16,7 +16,7 @@ from focus_attn.attention import bulk, sorted_rows, triton_plan
 from focus_attn.attention.call import AttentionCall
 from focus_attn.attention.device_plan import FarPlan, NearPlan, places, plan_far, plan_near
 from focus_attn.attention.forward_kernels import far_kernel, near_kernel
-from focus_attn.attention.launch import Setup, Tile, ceil_div, power_of_2, shared_memory
+from focus_attn.attention.launch import Setup, Tile, ceil_div, fitting, power_of_2, shared_memory
 from focus_attn.attention.sorted_rows import Copy, room_for, sort_rows
 from focus_attn.attention.triton_plan import CountedPlan
 from focus_attn.visibility import EVERYTHING
@@ -221,13 +221,9 @@ def tile_for(kernel: str, call: AttentionCall) -> Tile:
         "far, key side": Tile(64, 64, 4, 1) if narrow else Tile(64, 64, 4, 2),
         "sinks": Tile(64, 16, 4, 2),
     }
-    return _fitting(tiles[kernel], width, shared_memory(call.q.device))
+    return fitting(tiles[kernel], lambda tile: bytes_of(tile, width), shared_memory(call.q.device))
 
 
-def _fitting(tile: Tile, width: int, room: int) -> Tile:
-    """Fewer stages, then fewer keys, on devices with less shared memory than an H200: an A100 has 163 KiB a block, most
-    others 99. width: bytes of a row."""
-    while (tile.rows + 2 * tile.stages * tile.keys) * width > room and (tile.stages > 1 or tile.keys > 16):
-        fewer = {"stages": tile.stages - 1} if tile.stages > 1 else {"keys": tile.keys // 2}
-        tile = tile._replace(**fewer)
-    return tile
+def bytes_of(tile: Tile, width: int) -> int:
+    """Of the rows of a tile and its stages of keys and values. width: bytes of a row."""
+    return (tile.rows + 2 * tile.stages * tile.keys) * width

@@ -14,6 +14,7 @@ from torch import Tensor
 from focus_attn.attention.call import AttentionCall
 from focus_attn.attention.stock import Gradients
 from focus_attn.gradients import first_order
+from focus_attn.kernel_use import is_transformed
 from focus_attn.visibility import Pattern, Tokens
 
 Forward = Callable[[AttentionCall], tuple[Tensor, Tensor]]
@@ -176,12 +177,7 @@ def make_operator(
 
 def _needs_operator(differentiable: tuple[Tensor | None, ...]) -> bool:
     """Whether PyTorch must see an operator: for a graph, or because something wants to know what is called."""
-    if (
-        torch.compiler.is_compiling()
-        or torch.jit.is_tracing()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
-    ):
+    if is_transformed() or torch._C._len_torch_dispatch_stack() > 0:
         return True
     return any(
         x is not None and type(x) is not Tensor and not isinstance(x, torch.nn.Parameter) for x in differentiable

@@ -13,18 +13,21 @@ everything else, and says what that computes.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from focus_attn.gradients import first_order
+from focus_attn.kernel_use import kernels, launching_on
 from focus_attn.layer import AttentionInputs
 from focus_attn.router import Routing
 from focus_attn.visibility import Pattern, Tokens, memberships, near_and_reachable, shares_group
+
+if TYPE_CHECKING:
+    from focus_attn.attention.launch import Tile
+    from focus_attn.training.probe_kernel import Reach
 
 KERNEL_DEVICES = ("cuda",)
 
@@ -37,7 +40,8 @@ class Probe:
         # Sorted: neighbours then reach about the same keys, and blocks of both that cannot meet are passed over.
         self.positions = torch.randint(first, tokens, (count,), device=device).sort().values
         self.scale = weight * (tokens - first) / count
-        self._kept: dict[Any, Any] = {}
+        self._far: dict[Pattern, Tensor] = {}
+        self._reach: dict[tuple[Pattern, Tile], Reach] = {}
 
     def __call__(
         self,
@@ -56,21 +60,21 @@ class Probe:
 
     def far(self, tokens: Tokens, pattern: Pattern) -> Tensor:
         """[B, 1, n, T] bool: the keys that routing decides about. One batch, so all layers of a pattern share them."""
-        if pattern not in self._kept:
+        if pattern not in self._far:
             at = self.positions
             segments = None if tokens.query_segments is None else tokens.query_segments[:, at]
             positions = tokens.query_positions[:, at]
             near, reachable = near_and_reachable(
                 tokens._replace(query_positions=positions, query_segments=segments, plain=False), pattern
             )
-            self._kept[pattern] = reachable & ~near
-        return self._kept[pattern]  # type: ignore[no-any-return]
+            self._far[pattern] = reachable & ~near
+        return self._far[pattern]
 
-    def reach(self, tokens: Tokens, pattern: Pattern, kernel: ModuleType, tile: Any) -> Any:
+    def reach(self, tokens: Tokens, pattern: Pattern, kernel: ModuleType, tile: Tile) -> Reach:
         """The same as the kernel wants it, for a tile of its."""
-        if (pattern, tile) not in self._kept:
-            self._kept[pattern, tile] = kernel.find_reach(self.positions, tokens, pattern, tile)
-        return self._kept[pattern, tile]
+        if (pattern, tile) not in self._reach:
+            self._reach[pattern, tile] = kernel.find_reach(self.positions, tokens, pattern, tile)
+        return self._reach[pattern, tile]
 
 
 class _Given(NamedTuple):
@@ -104,15 +108,16 @@ def gate_gradients(given: _Given, grad: Tensor, *tensors: Tensor) -> tuple[Tenso
     """Gradients of the query's and the key's log assignments, [B, R, T, K] fp32. tensors: output, q, k, v, logsumexp,
     query groups, key groups."""
     out, q, k, v, lse, query_groups, key_groups = tensors
-    kernel = _kernel() if q.device.type in KERNEL_DEVICES else None
+    kernel = kernels("focus_attn.training.probe_kernel") if q.device.type in KERNEL_DEVICES else None
     if kernel is None or not kernel.serves(q, v, given.pattern.num_groups):
         return by_operators(given, grad, *tensors)
     probe, tokens, pattern, scale, softcap = given
     tile = kernel.tile_for(q, v)
     reach = probe.reach(tokens, pattern, kernel, tile)
-    gradients: tuple[Tensor, Tensor] = kernel.gate_gradients(
-        reach, tile, pattern, probe.scale, scale, softcap, grad, out, q, k, v, lse, query_groups, key_groups
-    )
+    with launching_on(q.device):
+        gradients: tuple[Tensor, Tensor] = kernel.gate_gradients(
+            reach, tile, pattern, probe.scale, scale, softcap, grad, out, q, k, v, lse, query_groups, key_groups
+        )
     return gradients
 
 
@@ -153,13 +158,3 @@ def by_operators(
     query_grad = query_groups.new_zeros(*query_groups.shape[:3], groups, dtype=torch.float32)
     query_grad.index_add_(2, at, affinity @ keys)
     return query_grad, affinity.transpose(-1, -2) @ queries
-
-
-@functools.cache
-def _kernel() -> ModuleType | None:
-    """Imported at its first use: Triton is optional and takes a moment to import."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    from focus_attn.training import probe_kernel
-
-    return probe_kernel

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from focus_attn.attention.launch import Tile, ceil_div, launch_variant, power_of_2, shared_memory
+from focus_attn.attention.launch import Tile, ceil_div, fitting, launch_variant, power_of_2, shared_memory
 from focus_attn.visibility import Pattern, Tokens
 
 MOST_GROUPS = 128  # sums by group lie in one tile, which can have no more columns than this
@@ -210,10 +210,11 @@ def tile_for(q: Tensor, v: Tensor) -> Tile:
         tile = Tile(32, 64, 4, 1)
     else:
         tile = Tile(64, 128, 8, 2)
-    room = shared_memory(q.device)
-    while 2 * width * (tile.keys + tile.stages * tile.rows) + 4 * tile.keys * tile.rows > room and tile.keys > 16:
-        tile = tile._replace(stages=1) if tile.stages > 1 else tile._replace(keys=tile.keys // 2)
-    return tile
+
+    def needed(tile: Tile) -> int:
+        return 2 * width * (tile.keys + tile.stages * tile.rows) + 4 * tile.keys * tile.rows
+
+    return fitting(tile, needed, shared_memory(q.device))
 
 
 def gate_gradients(
@@ -221,12 +222,7 @@ def gate_gradients(
     grad: Tensor, out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, query_ids: Tensor, key_ids: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of both gates, [B, R, T, K] fp32. grad, out [B, H, T, Dv]; q, k, v, lse and ids as in an
-    `AttentionCall`. Waits for nothing."""
-    if q.is_cuda and q.get_device() != torch.cuda.current_device():  # where Triton would launch
-        with torch.cuda.device(q.device):
-            return gate_gradients(
-                reach, tile, pattern, weight, scale, softcap, grad, out, q, k, v, lse, query_ids, key_ids
-            )
+    `AttentionCall`. Waits for nothing; launches on the current device."""
     q, k, v, grad, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, grad, out))
     lse, query_ids, key_ids = lse.contiguous(), query_ids.contiguous(), key_ids.contiguous()
     (batch, heads, tokens, width), (kv_heads, value_width), probes = q.shape, v.shape[1::2], len(reach.at)
