@@ -90,7 +90,7 @@ def _is_full(q_offset: int | Tensor, q_length: int, total: int, attention_mask: 
         return False
     if attention_mask is None:
         return True
-    if attention_mask.is_cuda and torch.cuda.is_current_stream_capturing():
+    if _is_captured(attention_mask.device):
         return False
     return attention_mask.shape[1] >= total and bool(attention_mask[:, :total].all())
 
@@ -103,17 +103,22 @@ def _segments(function: MaskFunction, batch: int, total: int, device: torch.devi
     """
     if function is causal_mask_function or total < 2:
         return None
-    compiling = torch.compiler.is_compiling()
-    if not compiling and not _holds_tensor(function):
+    if not torch.compiler.is_compiling() and not _holds_tensor(function):
         device = "cpu"
+    cannot_look = torch.compiler.is_compiling() or _is_captured(device)
     later = torch.arange(1, total, device=device)[None]
     row, head = torch.arange(batch, device=device)[:, None], torch.zeros((), dtype=torch.long, device=device)
-    if not compiling and bool(function(row, head, later - 1, later).any()):
+    if not cannot_look and bool(function(row, head, later - 1, later).any()):
         raise ValueError(NOT_CAUSAL)
     starts = ~function(row, head, later, later - 1)
-    if not compiling and not bool(starts.any()):
+    if not cannot_look and not bool(starts.any()):
         return None
     return torch.nn.functional.pad(starts.long().cumsum(-1), (1, 0)).expand(batch, total)
+
+
+def _is_captured(device: torch.device | str) -> bool:
+    """Whether a CUDA graph is being made of what the device is told, so that nothing can be read back from it."""
+    return torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _holds_tensor(function: Any) -> bool:

@@ -84,11 +84,11 @@ def by_operators(router: Router, hidden: Tensor) -> Routing:
         return router(hidden)
 
 
-def assert_same(got: Routing, want: Routing) -> None:
+def assert_same(got: Routing, want: Routing, tolerance: float = 1e-5) -> None:
     """Ids may differ only where two scores nearly tie."""
     for scores, exact in zip(got[2:], want[2:], strict=True):
         assert scores.shape == exact.shape and scores.dtype == exact.dtype and scores.is_contiguous()
-        torch.testing.assert_close(scores, exact, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(scores, exact, rtol=tolerance, atol=tolerance)
     for ids, exact, scores in zip(got[:2], want[:2], want[2:], strict=True):
         assert ids.shape == exact.shape and ids.dtype == exact.dtype and ids.is_contiguous()
         best = scores.sort(-1, descending=True).values[..., : ids.shape[-1] + 1]
@@ -384,7 +384,8 @@ def test_tiles_fit(rows: int, routers: int, groups: int) -> None:
 def test_sizes_of_models(sizes: tuple[int, int, dict[str, bool]], tokens: int) -> None:
     width, routers, config = sizes
     router, hidden = make_router(routers, width, **config), make_hidden(1, tokens, width, dtype=torch.bfloat16)
-    assert_same(router(hidden), by_operators(router, hidden))
+    # A score is a sum of `width` products, rounded in another order on either side.
+    assert_same(router(hidden), by_operators(router, hidden), tolerance=1e-5 * max(1.0, width / 576))
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")

@@ -11,7 +11,7 @@ from attention_cases import Case, plain_attention, random_case
 from test_attention import NAMES, worst
 
 from focus_attn import focus_attention
-from focus_attn.attention import call, launch
+from focus_attn.attention import call, launch, sorted_rows, triton_backward
 from focus_attn.attention.backends import reason_against
 
 pytest.importorskip("triton")
@@ -47,6 +47,19 @@ def case_for(seed: int, gates: bool = False) -> Case:
 @pytest.mark.parametrize("seed", range(40_000, 40_000 + 2 * SEEDS))
 def test_fp32_matches_the_oracle(seed: int, gates: bool) -> None:
     case = case_for(seed, gates)
+    grad = torch.randn(*case.q.shape[:3], case.v.shape[-1], device=DEVICE)
+    for name, got, want in zip(NAMES, case.run("triton", grad), case.run("reference", grad), strict=False):
+        assert worst(got, want) <= 1e-5 * max(1.0, float(want.abs().max())), f"{name}: {case}"
+
+
+@pytest.mark.parametrize("memory", [0, 1 << 37], ids=["head by head", "at once"])
+@pytest.mark.parametrize("seed", range(45_000, 45_000 + SEEDS))
+def test_gradients_of_keys_in_parts(seed: int, memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long walks over the queries of a group are cut; a key's parts are those that its queries lie in."""
+    monkeypatch.setattr(triton_backward, "ROWS_A_PART", 16)
+    monkeypatch.setattr(triton_backward, "MOST_PARTS", 3)
+    monkeypatch.setattr(sorted_rows, "memory", lambda device: memory)
+    case = case_for(seed, gates=True)
     grad = torch.randn(*case.q.shape[:3], case.v.shape[-1], device=DEVICE)
     for name, got, want in zip(NAMES, case.run("triton", grad), case.run("reference", grad), strict=False):
         assert worst(got, want) <= 1e-5 * max(1.0, float(want.abs().max())), f"{name}: {case}"

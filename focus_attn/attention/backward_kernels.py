@@ -1,7 +1,9 @@
 """The kernels of the `triton` backend's backward.
 
 The query side makes dq, the key side dk and dv by walking the same ranges from the keys. Keys (queries) that every row
-of a tile meets need no mask, the edges do. Sinks, which every query meets, have a kernel of their own.
+of a tile meets need no mask, the edges do. Far walks over sorted copies: of k and v on the query side; of q, dO and
+what belongs to their rows on the key side, where the heads of a KV head stand together, so that a tile is one run of
+memory. Sinks, which every query meets, have a kernel of their own.
 """
 
 from __future__ import annotations
@@ -32,16 +34,17 @@ def _score_grad(x, dp, lse, delta, scale, softcap, SOFTCAP: tl.constexpr):
 def _walk_keys(
     dq, sums, q, do, lse, delta, first, last, lo, hi, barred,
     K, V, SLOTS, BITS, k_stride, v_stride, scale, softcap,
-    PLAIN: tl.constexpr, MASKED: tl.constexpr, DEDUP: tl.constexpr, APART: tl.constexpr,
+    GATHER: tl.constexpr, MASKED: tl.constexpr, DEDUP: tl.constexpr, APART: tl.constexpr,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """Entries first:last of the line. GATHER: the key of an entry stands at its slot, otherwise at the entry."""
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     for start in tl.range(first, last, BLOCK_N):
         at = start + tl.arange(0, BLOCK_N)
         inside = at < last
         slot = at.to(tl.int64)
-        if not PLAIN:
+        if GATHER:
             slot = tl.load(SLOTS + at, mask=inside, other=0).to(tl.int64)
         k = tl.load(K + slot[None, :] * k_stride + d[:, None], mask=inside[None, :] & (d < D)[:, None], other=0.0)
         v = tl.load(V + slot[None, :] * v_stride + dv[:, None], mask=inside[None, :] & (dv < DV)[:, None], other=0.0)
@@ -51,7 +54,7 @@ def _walk_keys(
         if MASKED or DEDUP or APART:
             visible = (at[None, :] >= lo[:, None]) & (at[None, :] < hi[:, None])
             if DEDUP:
-                bits = tl.load(BITS + slot, mask=inside, other=0)
+                bits = tl.load(BITS + tl.load(SLOTS + at, mask=inside, other=0), mask=inside, other=0)
                 visible &= (bits[None, :] & barred[:, None]) == 0
             if APART:
                 ids = tl.load(BITS + at, mask=inside, other=0).to(tl.int32)
@@ -67,16 +70,24 @@ def _walk_queries(
     dk, dv_sum, sums, k, v, first, last, begin, end, key_bits,
     Q, DO, LSE, DELTA, SLOTS, BARRED, kv_head, num_queries,
     q_head, q_token, do_head, do_token, scale, softcap,
-    PLAIN: tl.constexpr, MASKED: tl.constexpr, DEDUP: tl.constexpr, APART: tl.constexpr,
+    PACKED: tl.constexpr, GATHER: tl.constexpr, MASKED: tl.constexpr, DEDUP: tl.constexpr, APART: tl.constexpr,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, G: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Entries begin:end of the line, each with the G heads of the KV head. Key j is met by entries first[j]:last[j]."""
-    for start in tl.range(begin, end, BLOCK_M // G):
-        at, live, head = packed_rows(start, end, kv_head, G, BLOCK_M)
-        slot = at.to(tl.int64)
-        if not PLAIN:
-            slot = tl.load(SLOTS + at, mask=live, other=0).to(tl.int64)
+    """Entries begin:end of the line, each with the G heads of the KV head. Key j is met by entries first[j]:last[j].
+
+    PACKED: the heads of an entry follow each other in memory, and begin and end count rows, G an entry.
+    """
+    STEP: tl.constexpr = BLOCK_M if PACKED else BLOCK_M // G
+    for start in tl.range(begin, end, STEP):
+        if PACKED:
+            row = start + tl.arange(0, BLOCK_M)
+            at, live, head, slot = row // G, row < end, tl.zeros_like(row), row.to(tl.int64)
+        else:
+            at, live, head = packed_rows(start, end, kv_head, G, BLOCK_M)
+            slot = at.to(tl.int64)
+            if GATHER:
+                slot = tl.load(SLOTS + at, mask=live, other=0).to(tl.int64)
         q = load_rows(Q, head, slot, q_head, q_token, live, D, BLOCK_D)
         do = load_rows(DO, head, slot, do_head, do_token, live, DV, BLOCK_DV)
         row = head.to(tl.int64) * num_queries + slot
@@ -89,7 +100,7 @@ def _walk_queries(
         if MASKED or DEDUP or APART:
             visible = (at[None, :] >= first[:, None]) & (at[None, :] < last[:, None])
             if DEDUP:
-                barred = tl.load(BARRED + slot, mask=live, other=0)
+                barred = tl.load(BARRED + tl.load(SLOTS + at, mask=live, other=0), mask=live, other=0)
                 visible &= (key_bits[:, None] & barred[None, :]) == 0
             if APART:
                 ids = tl.load(BARRED + at, mask=live, other=0).to(tl.int32)
@@ -114,7 +125,8 @@ def query_side_kernel(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dq of one pass: near writes it, or adds cuDNN's PART to it (SQUARE); far adds to what is in DQ."""
+    """dq of one pass: near writes it, or adds cuDNN's PART to it (SQUARE); far adds to what is in DQ. In far, K and V
+    are sorted copies of the heads that are launched."""
     ROWS: tl.constexpr = BLOCK_M // G
     kv_head, batch = first_head + tl.program_id(1), tl.program_id(2).to(tl.int64)
     router = batch * routers + tl.where(routers == 1, 0, kv_head)
@@ -148,8 +160,8 @@ def query_side_kernel(
     lse = tl.load(LSE + row, mask=live, other=float("inf"))
     delta = tl.load(DELTA + row, mask=live, other=0.0)
     dq, sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.zeros([BLOCK_M], tl.float32)
-    keys = K + batch * k_batch + kv_head.to(tl.int64) * k_head
-    values = V + batch * v_batch + kv_head.to(tl.int64) * v_head
+    key_head = (tl.program_id(1) if FAR else kv_head).to(tl.int64)
+    keys, values = K + batch * k_batch + key_head * k_head, V + batch * v_batch + key_head * v_head
     slots = KEY_SLOTS + router * num_entries
     seen = hi > lo
     first, last = tl.min(tl.where(seen, lo, num_entries)), tl.max(tl.where(seen, hi, 0))
@@ -172,7 +184,7 @@ def query_side_kernel(
     dq, sums = _walk_keys(
         dq, sums, q, do, lse, delta, first, last, lo, hi, barred,
         keys, values, slots, bits, k_token, v_token, scale, softcap,
-        PLAIN, True, DEDUP, SQUARE, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
+        not FAR and not PLAIN, True, DEDUP, SQUARE, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
     )  # fmt: skip
     if SINKS:
         if PLAIN:
@@ -185,7 +197,7 @@ def query_side_kernel(
         dq, sums = _walk_keys(
             dq, sums, q, do, lse, delta, first, last, lo, hi, barred,
             keys, values, slots, bits, k_token, v_token, scale, softcap,
-            PLAIN, True, False, SQUARE, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, 16,
+            not PLAIN, True, False, SQUARE, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, 16,
         )  # fmt: skip
     at_row = row[:, None] * D + d[None, :]
     held = live[:, None] & (d < D)[None, :]
@@ -200,28 +212,38 @@ def query_side_kernel(
     tl.store(DQ_INTO + at_row, dq.to(DQ_INTO.dtype.element_ty), mask=held)
 
 
-@triton.jit(do_not_specialize=[*LENGTHS, "turn"])
+@triton.jit(do_not_specialize=[*LENGTHS, "turn", "parts", "stretch"])
 def key_side_kernel(
     Q, K, V, DO, LSE, DELTA, DK, DV_OUT, SUMS, QUERY_SLOTS, KEY_SLOTS, SEEN_BY, SINK_SEEN_BY, STARTS, ENTRIES,
     BITS, BARRED, PLACES, PART_K, PART_V, SINK_K, SINK_V,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, do_batch, do_head, do_token,
     num_queries, num_keys, num_entries, kv_heads, first_head, part_heads, routers, visit, window, num_sinks,
-    scale, softcap, turn,
+    scale, softcap, turn, parts, stretch,
     VISITS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
     FAR: tl.constexpr, PLAIN: tl.constexpr, SQUARE: tl.constexpr, SINKS: tl.constexpr, RANGED: tl.constexpr,
-    DEDUP: tl.constexpr, CHOICES: tl.constexpr, ATOMIC: tl.constexpr,
+    DEDUP: tl.constexpr, CHOICES: tl.constexpr, ATOMIC: tl.constexpr, PARTS: tl.constexpr,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, G: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one pass: near writes them, or adds cuDNN's (SQUARE); far adds to what is there. In plain calls,
-    what comes to the sinks from beyond the window was summed by `sink_kernel`."""
-    kv_head, batch = first_head + tl.program_id(1), tl.program_id(2).to(tl.int64)
+    """dk and dv of one pass: near writes them, or adds cuDNN's (SQUARE); far adds to what is there. In far, Q, DO, LSE
+    and DELTA are sorted copies of the heads that are launched, packed. In plain calls, what comes to the sinks from
+    beyond the window was summed by `sink_kernel`.
+
+    PARTS: a program walks over one stretch of rows only and writes its part of DK, DV_OUT and SUMS, [parts, B, heads,
+    entries, ...]: keys that most queries look at would keep one program busy long after all others.
+    """
+    kv_head, batch, part = first_head + tl.program_id(1), tl.program_id(2).to(tl.int64), 0
+    if PARTS:
+        part, batch = tl.program_id(2) % parts, batch // parts
     router = batch * routers + tl.where(routers == 1, 0, kv_head)
     line = router * VISITS + visit
     start, stop = tl.program_id(0) * BLOCK_N, num_entries
     if FAR:
-        _, start, stop = tile_of_group(STARTS + router * (GROUPS + 1), tl.program_id(0), BLOCK_N, GROUPS, BLOCK_GROUPS)
+        # The first keys of a group are met by most queries.
+        _, start, stop = tile_of_group(
+            STARTS + router * (GROUPS + 1), tl.program_id(0), BLOCK_N, GROUPS, BLOCK_GROUPS, LAST_FIRST=False
+        )
         if start >= stop:
             return
     at = start + tl.arange(0, BLOCK_N)
@@ -249,32 +271,40 @@ def key_side_kernel(
     sums = tl.zeros([BLOCK_N], tl.float32)
     queries, grads = Q + batch * q_batch, DO + batch * do_batch
     rows = batch * kv_heads * G * num_queries
+    if FAR:
+        queries += tl.program_id(1).to(tl.int64) * q_head
+        grads += tl.program_id(1).to(tl.int64) * do_head
+        rows = (batch * tl.num_programs(1) + tl.program_id(1)) * G * num_queries
     query_slots = QUERY_SLOTS + line * num_queries
     met = last > first
     begin, end = tl.min(tl.where(met, first, num_queries)), tl.max(tl.where(met, last, 0))
     if FAR:
-        ROWS: tl.constexpr = BLOCK_M // G
-        first_last, last_first = tl.max(tl.where(live, first, 0)), tl.min(tl.where(live, last, num_queries))
-        full_begin = begin + (tl.maximum(first_last - begin, 0) + ROWS - 1) // ROWS * ROWS
-        full_end = full_begin + tl.maximum(last_first - full_begin, 0) // ROWS * ROWS
+        begin, end = begin * G, end * G
+        if PARTS:
+            begin, end = tl.maximum(begin, part * stretch), tl.minimum(end, part * stretch + stretch)
+            if begin >= end:
+                return
+        first_last, last_first = tl.max(tl.where(live, first, 0)) * G, tl.min(tl.where(live, last, num_queries)) * G
+        full_begin = begin + (tl.maximum(first_last - begin, 0) + BLOCK_M - 1) // BLOCK_M * BLOCK_M
+        full_end = full_begin + tl.maximum(tl.minimum(last_first, end) - full_begin, 0) // BLOCK_M * BLOCK_M
         dk, dv_sum, sums = _walk_queries(
             dk, dv_sum, sums, k, v, first, last, begin, tl.minimum(full_begin, end), key_bits,
             queries, grads, LSE + rows, DELTA + rows, query_slots, barred,
             kv_head, num_queries, q_head, q_token, do_head, do_token, scale, softcap,
-            False, True, DEDUP, False, SOFTCAP, PRECISION, G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
+            True, False, True, DEDUP, False, SOFTCAP, PRECISION, G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
         )  # fmt: skip
         dk, dv_sum, sums = _walk_queries(
             dk, dv_sum, sums, k, v, first, last, full_begin, full_end, key_bits,
             queries, grads, LSE + rows, DELTA + rows, query_slots, barred,
             kv_head, num_queries, q_head, q_token, do_head, do_token, scale, softcap,
-            False, False, DEDUP, False, SOFTCAP, PRECISION, G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
+            True, False, False, DEDUP, False, SOFTCAP, PRECISION, G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
         )  # fmt: skip
         begin = tl.maximum(full_end, begin)
     dk, dv_sum, sums = _walk_queries(
         dk, dv_sum, sums, k, v, first, last, begin, end, key_bits,
         queries, grads, LSE + rows, DELTA + rows, query_slots, barred,
         kv_head, num_queries, q_head, q_token, do_head, do_token, scale, softcap,
-        PLAIN, True, DEDUP, SQUARE, SOFTCAP, PRECISION, G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
+        FAR, not PLAIN, True, DEDUP, SQUARE, SOFTCAP, PRECISION, G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
     )  # fmt: skip
     if SINKS and not PLAIN:
         first = tl.load(SINK_SEEN_BY + line * 2 * num_entries + at, mask=live, other=num_queries)
@@ -285,14 +315,19 @@ def key_side_kernel(
             dk, dv_sum, sums, k, v, first, last, begin, end, key_bits,
             queries, grads, LSE + rows, DELTA + rows, query_slots, barred,
             kv_head, num_queries, q_head, q_token, do_head, do_token, scale, softcap,
-            PLAIN, True, False, SQUARE, SOFTCAP, PRECISION, G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
+            False, True, True, False, SQUARE, SOFTCAP, PRECISION, G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
         )  # fmt: skip
     dk *= scale
     row = (batch * kv_heads + kv_head) * num_keys + slot
+    sums_row = ((batch * kv_heads + kv_head) * VISITS + visit) * num_entries + at
+    if PARTS:
+        batches = tl.num_programs(2) // parts
+        row = ((part * batches + batch) * tl.num_programs(1) + tl.program_id(1)) * num_entries + at
+        sums_row = row
     into_k, into_v = DK + row[:, None] * D + d[None, :], DV_OUT + row[:, None] * DV + dv[None, :]
     if FAR:
-        tl.store(SUMS + ((batch * kv_heads + kv_head) * VISITS + visit) * num_entries + at, sums, mask=live)
-        live = met
+        tl.store(SUMS + sums_row, sums, mask=live)
+        live = live if PARTS else met
     if CHOICES > 1 and not ATOMIC:  # one of a key's groups at a time
         live &= tl.load(ENTRIES + router * num_entries + at, mask=live, other=0) % CHOICES == turn
     held_k, held_v = live[:, None] & (d < D)[None, :], live[:, None] & (dv < DV)[None, :]
@@ -310,7 +345,7 @@ def key_side_kernel(
         tl.atomic_add(into_k, dk, mask=held_k)
         tl.atomic_add(into_v, dv_sum, mask=held_v)
     else:
-        if FAR:
+        if FAR and not PARTS:
             dk += tl.load(into_k, mask=held_k, other=0.0)
             dv_sum += tl.load(into_v, mask=held_v, other=0.0)
         tl.store(into_k, dk.to(DK.dtype.element_ty), mask=held_k)
@@ -350,7 +385,7 @@ def sink_kernel(
         dk, dv_sum, tl.zeros([BLOCK_N], tl.float32), k, v, first, last, begin, end, key_ids,
         Q + batch * q_batch, DO + batch * do_batch, LSE + rows, DELTA + rows, ids, ids,
         kv_head, num_queries, q_head, q_token, do_head, do_token, scale, softcap,
-        True, True, False, SQUARE, SOFTCAP, PRECISION, G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
+        False, False, True, False, SQUARE, SOFTCAP, PRECISION, G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
     )  # fmt: skip
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     batches = tl.num_programs(2) // blocks
@@ -377,3 +412,57 @@ def delta_kernel(
     lse = tl.load(LSE + row, mask=live, other=0.0)
     # exp2(s - inf) = 0: a query that saw nothing teaches nothing.
     tl.store(LSE2 + row, tl.where(lse == -float("inf"), float("inf"), lse * LOG2E), mask=live)
+
+
+@triton.jit(do_not_specialize=["num_queries", "heads", "first_head", "slots_batch", "slots_line", "SLOTS"])
+def sort_rows_kernel(
+    LSE, DELTA, TO_LSE, TO_DELTA, SLOTS, slots_batch, slots_line, num_queries, heads, first_head,
+    G: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What the key side reads of a row beside its vectors, in the order of SLOTS, the G heads of a query together."""
+    line, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = row < num_queries * G
+    slot = tl.load(SLOTS + batch * slots_batch + line * slots_line + row // G, mask=live, other=0)
+    source = (batch * heads + (first_head + line) * G + row % G) * num_queries + slot
+    to = (batch * tl.num_programs(1) + line) * num_queries * G + row
+    tl.store(TO_LSE + to, tl.load(LSE + source, mask=live), mask=live)
+    tl.store(TO_DELTA + to, tl.load(DELTA + source, mask=live), mask=live)
+
+
+@triton.jit(do_not_specialize=["num_keys", "kv_heads", "first_head", "routers", "visit", "stretch"])
+def add_parts_kernel(
+    DK, DV_OUT, DK_INTO, DV_INTO, SUMS, PART_K, PART_V, PART_SUMS, KEY_SLOTS, SEEN_BY,
+    num_keys, kv_heads, first_head, routers, visit, stretch,
+    VISITS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What was there and all parts, in their order. A key was met in the parts that its range of queries touches; the
+    others were not written."""
+    kv_head, batch = first_head + tl.program_id(1), tl.program_id(2).to(tl.int64)
+    router = batch * routers + tl.where(routers == 1, 0, kv_head)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = at < num_keys
+    slot = tl.load(KEY_SLOTS + router * num_keys + at, mask=live, other=0)
+    seen_by = SEEN_BY + (router * VISITS + visit) * 2 * num_keys + at
+    first = tl.load(seen_by, mask=live, other=0) * G
+    last = tl.load(seen_by + num_keys, mask=live, other=0) * G
+    met = last > first
+    first_part, last_part = first // stretch, (last - 1) // stretch
+    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    held_k, held_v = live[:, None] & (d < D)[None, :], live[:, None] & (dv < DV)[None, :]
+    row = ((batch * kv_heads + kv_head) * num_keys + slot)[:, None]
+    dk = tl.load(DK + row * D + d[None, :], mask=held_k, other=0.0)
+    dv_sum = tl.load(DV_OUT + row * DV + dv[None, :], mask=held_v, other=0.0)
+    sums = tl.zeros([BLOCK], tl.float32)
+    head = batch * tl.num_programs(1) + tl.program_id(1)
+    heads = tl.num_programs(2) * tl.num_programs(1)
+    for part in range(tl.min(tl.where(met, first_part, 1 << 30)), tl.max(tl.where(met, last_part + 1, 0))):
+        here = met & (part >= first_part) & (part <= last_part)
+        place = (part * heads + head) * num_keys + at
+        dk += tl.load(PART_K + place[:, None] * D + d[None, :], mask=held_k & here[:, None], other=0.0)
+        dv_sum += tl.load(PART_V + place[:, None] * DV + dv[None, :], mask=held_v & here[:, None], other=0.0)
+        sums += tl.load(PART_SUMS + place, mask=here, other=0.0)
+    tl.store(DK_INTO + row * D + d[None, :], dk.to(DK_INTO.dtype.element_ty), mask=held_k)
+    tl.store(DV_INTO + row * DV + dv[None, :], dv_sum.to(DV_INTO.dtype.element_ty), mask=held_v)
+    tl.store(SUMS + ((batch * kv_heads + kv_head) * VISITS + visit) * num_keys + at, sums, mask=live)

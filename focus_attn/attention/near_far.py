@@ -52,7 +52,8 @@ def forward(call: AttentionCall, setup: Setup, out: Tensor, lse: Tensor) -> None
     launch_near(call, setup, plan_near(query, key, call.pattern), out, lse)
     if has_far_pairs(call):
         plan = plan_far(call, query, key)
-        _launch_far(call, setup, plan, *_room_for_keys(call, setup, plan.key_slots.shape[-1]), out, lse)
+        room = room_for_keys(call, _heads_at_once(call, setup), plan.key_slots.shape[-1])
+        _launch_far(call, setup, plan, *room, out, lse)
 
 
 def can_be_recorded(call: AttentionCall, setup: Setup) -> bool:
@@ -66,7 +67,8 @@ def can_be_recorded(call: AttentionCall, setup: Setup) -> bool:
 
 
 def make_room(call: AttentionCall, setup: Setup) -> Room:
-    return Room(triton_plan.room_for_far(call), *_room_for_keys(call, setup, call.k.shape[2]))
+    room = room_for_keys(call, _heads_at_once(call, setup), call.k.shape[2])
+    return Room(triton_plan.room_for_far(call), *room)
 
 
 def launch_forward(call: AttentionCall, setup: Setup, room: Room, out: Tensor, lse: Tensor) -> None:
@@ -125,7 +127,7 @@ def _launch_far(
     strides = (*strides[:3], *sorted_rows.strides(k), *sorted_rows.strides(v), *strides[9:])
     for first_head in range(0, kv_heads, step):
         slots = plan.key_slots if routers == 1 else plan.key_slots[:, first_head : first_head + step]
-        _sort_keys(call, setup, slots, k, v, first_head)
+        sort_keys(call, setup, slots, k, v, first_head)
         for visit in range(query_k):
             part = (lse, lse)
             if in_bulk:
@@ -155,12 +157,12 @@ def _heads_at_once(call: AttentionCall, setup: Setup) -> int:
     return step
 
 
-def _room_for_keys(call: AttentionCall, setup: Setup, entries: int) -> tuple[Tensor, Tensor]:
-    k, v = room_for(call, _heads_at_once(call, setup), "kv", entries)
+def room_for_keys(call: AttentionCall, kv_heads: int, entries: int) -> tuple[Tensor, Tensor]:
+    k, v = room_for(call, kv_heads, "kv", entries)
     return k, v
 
 
-def _sort_keys(call: AttentionCall, setup: Setup, slots: Tensor, k: Tensor, v: Tensor, first_head: int) -> None:
+def sort_keys(call: AttentionCall, setup: Setup, slots: Tensor, k: Tensor, v: Tensor, first_head: int) -> None:
     keys, values = Copy(call.k, k, first_head, slots), Copy(call.v, v, first_head, slots)
     if k.shape[-1] == v.shape[-1]:
         sort_rows(setup, "k, v", keys, values)
@@ -217,7 +219,7 @@ def tile_for(kernel: str, call: AttentionCall) -> Tile:
         "far": Tile(128, 128, 8, 3),
         "near, query side": Tile(64, 32, 4, 2),
         "near, key side": Tile(32, 64, 4, 2),
-        "far, query side": Tile(128, 128, 8, 2) if narrow else Tile(64, 64, 4, 2),
+        "far, query side": Tile(128, 128, 8, 3) if narrow else Tile(64, 64, 4, 2),
         "far, key side": Tile(64, 64, 4, 1) if narrow else Tile(64, 64, 4, 2),
         "sinks": Tile(64, 16, 4, 2),
     }

@@ -35,13 +35,18 @@ def heads_at_once(call: AttentionCall, copies: int) -> int:
     """KV heads whose sorted copies (so many tensors like q) are small beside the output, as a divisor of them all."""
     kv_heads = call.k.shape[1]
     whole = call.q.numel() * call.q.element_size()
-    small = memory(call.q.device) // SMALL_COPIES
-    if copies * whole <= small:
+    little = small(call.q.device)
+    if copies * whole <= little:
         return kv_heads
     # More heads at once are a few percent faster. Beside an output of gigabytes a quarter of it has to do.
-    room = small if whole < 2 * small else whole // 4
+    room = little if whole < 2 * little else whole // 4
     fits = room * kv_heads // (copies * whole)
     return max(step for step in range(1, kv_heads + 1) if kv_heads % step == 0 and (step == 1 or step <= fits))
+
+
+def small(device: torch.device) -> int:
+    """Bytes that copies may always take. 0 where it is not known."""
+    return memory(device) // SMALL_COPIES
 
 
 @functools.cache

@@ -43,10 +43,13 @@ def load_rows(X, head, slot, head_stride, token_stride, live, D: tl.constexpr, B
 
 
 @triton.jit
-def tile_of_group(STARTS, number, ROWS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_GROUPS: tl.constexpr):
+def tile_of_group(
+    STARTS, number, ROWS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
+    LAST_FIRST: tl.constexpr = True,
+):  # fmt: skip
     """(its group's begin, its own, its group's end) of the tile with this number: no tile crosses into the next group.
 
-    Groups come one after the other, and the last tiles of each, which have the longest prefixes, first.
+    Groups come one after the other. LAST_FIRST: the last tiles of each, which have the longest prefixes, come first.
     """
     g = tl.arange(0, BLOCK_GROUPS)
     begins = tl.load(STARTS + g, mask=g < GROUPS, other=0)
@@ -55,4 +58,5 @@ def tile_of_group(STARTS, number, ROWS: tl.constexpr, GROUPS: tl.constexpr, BLOC
     upto = tl.cumsum(tiles, 0)
     mine = (upto - tiles <= number) & (number < upto)
     begin, end = tl.sum(tl.where(mine, begins, 0)), tl.sum(tl.where(mine, ends, 0))
-    return begin, begin + (tl.sum(tl.where(mine, upto - 1 - number, 0))) * ROWS, end
+    place = upto - 1 - number if LAST_FIRST else number - upto + tiles
+    return begin, begin + (tl.sum(tl.where(mine, place, 0))) * ROWS, end

@@ -3,26 +3,47 @@
 Each pass of the forward has two kernels (`backward_kernels.py`): one in query order for dq, one in key order for dk
 and dv. Every row is written by one program at a time, so results repeat bit for bit; where a key belongs to several
 groups its gradients meet in atomic additions, or one group after the other when PyTorch is asked for deterministic
-algorithms.
+algorithms. Far walks over copies in the order of the groups, of a few KV heads at a time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from focus_attn.attention import square, triton_plan
-from focus_attn.attention.backward_kernels import delta_kernel, key_side_kernel, query_side_kernel, sink_kernel
+from focus_attn.attention import sorted_rows, square, triton_plan
+from focus_attn.attention.backward_kernels import (
+    add_parts_kernel,
+    delta_kernel,
+    key_side_kernel,
+    query_side_kernel,
+    sink_kernel,
+    sort_rows_kernel,
+)
 from focus_attn.attention.call import AttentionCall
 from focus_attn.attention.device_plan import FarPlan, places, plan_far, plan_near, seen_by
 from focus_attn.attention.launch import Setup, ceil_div, power_of_2, setup_for, with_ids_in_a_row
 from focus_attn.attention.merge import sink_logits_grad
-from focus_attn.attention.near_far import Seed, can_meet_twice, has_far_pairs, rows_and_strides, set_bits, tile_for
+from focus_attn.attention.near_far import (
+    Seed,
+    can_meet_twice,
+    has_far_pairs,
+    room_for_keys,
+    rows_and_strides,
+    set_bits,
+    sort_keys,
+    tile_for,
+)
+from focus_attn.attention.sorted_rows import Copy, sort_rows
 from focus_attn.attention.stock import Gradients
 
 QUERIES_A_STRETCH = 512
+ROWS_AT_ONCE = 256
+MOST_PARTS, ROWS_A_PART = 8, 4096  # of the rows that the keys of a group are met by
+KEYS_AT_ONCE = 64
 
 
 class Row(NamedTuple):
@@ -30,6 +51,27 @@ class Row(NamedTuple):
 
     lse: Tensor  # [B, H, Tq] fp32
     delta: Tensor  # [B, H, Tq] fp32: dO . O
+
+
+class Parts(NamedTuple):
+    """What stretches of the rows give to the keys, [number, B, kv_heads, Tk, ...] fp32."""
+
+    number: int
+    stretch: int
+    k: Tensor
+    v: Tensor
+    sums: Tensor
+
+
+class Sorted(NamedTuple):
+    """Copies in the order of a far plan, of a run of KV heads."""
+
+    first_head: int
+    kv_heads: int
+    keys: tuple[Tensor, Tensor]  # k, v [B, lines, entries, heads a line, D]
+    queries: tuple[Tensor, Tensor]  # q, dO [B, kv_heads, Tq, G, D], of one visit
+    rows: Row  # [B, kv_heads, Tq, G]
+    parts: Parts | None  # None where one program walks over all rows that meet its keys
 
 
 def triton_backward(call: AttentionCall, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
@@ -69,8 +111,8 @@ class _Pass:
 
     def __init__(self, call: AttentionCall, setup: Setup, grad: Tensor, rows: Row, far: FarPlan | None = None) -> None:
         self.call, self.setup, self.far, self.name = call, setup, far, "far" if far else "near"
-        tensors, self.strides = rows_and_strides(call, setup, grad)
-        self.tensors = (*tensors, *rows)
+        (self.q, self.k, self.v, self.grad), self.strides = rows_and_strides(call, setup, grad)
+        self.rows = rows
         self.nothing = rows.lse  # stands for a tensor that a pass does not read
         self.ranged = call.tokens.key_segments is not None or call.pattern.sliding_window is not None
         groups = call.pattern.num_groups
@@ -94,28 +136,40 @@ class _Pass:
         return *sizes, pattern.window, pattern.num_sinks, call.scale, call.softcap or 1.0
 
     def _launch(
-        self, side: str, kernel: Any, length: int, heads: int, arguments: tuple[Any, ...], **flags: bool | int
-    ) -> None:
+        self, side: str, kernel: Any, length: int, heads: int, arguments: tuple[Any, ...], *, parts: int = 1,
+        **flags: bool | int,
+    ) -> None:  # fmt: skip
         tile = tile_for(f"{self.name}, {side} side", self.call)
         rows = tile.rows // self.setup.heads_a_key if side == "query" else tile.keys
         tiles = ceil_div(length, rows) + (self.call.pattern.num_groups if self.far else 0)
         self.setup.launch(
-            (self.name, side, *flags.values()), kernel, (tiles, heads, self.call.q.shape[0]), arguments,
+            (self.name, side, *flags.values()), kernel, (tiles, heads, self.call.q.shape[0] * parts), arguments,
             lambda: {**self.flags, **flags, **self.setup.sizes, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys},
             warps=tile.warps, stages=tile.stages,
         )  # fmt: skip
 
+    def _heads(self, part: Seed | Sorted | None) -> tuple[int, int]:
+        return (0, self.call.k.shape[1]) if part is None else (part.first_head, part.kv_heads)
+
     def query_side(
         self, dq: Tensor, sums: Tensor | None, planned: tuple[Tensor, ...], sets: tuple[Tensor, Tensor],
-        *, visit: int = 0, plain: bool = False, seed: Seed | None = None, into: Tensor | None = None,
+        *, visit: int = 0, plain: bool = False, seed: Seed | None = None, copies: Sorted | None = None,
+        into: Tensor | None = None,
     ) -> None:  # fmt: skip
         """planned: query slots, key slots, ranges, sink ranges, group starts. seed: cuDNN's dq. into: where far writes
         the sum with dq, if not there; its dtype is the same for all calls of one signature."""
-        first, heads = (0, self.call.k.shape[1]) if seed is None else (seed.first_head, seed.kv_heads)
+        first, heads = self._heads(seed or copies)
         parts = (self.nothing, self.nothing) if seed is None else (seed.places, seed.out)
+        (k, v), strides = (self.k, self.v), self.strides
+        if copies is not None:
+            (k, v), strides = (
+                copies.keys,
+                (*strides[:3], *(y for x in copies.keys for y in sorted_rows.strides(x)), *strides[9:]),
+            )
         arguments = (
-            *self.tensors, dq, dq if into is None else into, self.nothing if sums is None else sums,
-            *planned, *sets, *parts, *self.strides, *self._lengths(first, heads * self.setup.heads_a_key, visit),
+            self.q, k, v, self.grad, *self.rows, dq, dq if into is None else into,
+            self.nothing if sums is None else sums,
+            *planned, *sets, *parts, *strides, *self._lengths(first, heads * self.setup.heads_a_key, visit),
         )  # fmt: skip
         length, is_square = self.call.q.shape[2], seed is not None
         self._launch("query", query_side_kernel, length, heads, arguments, PLAIN=plain, SQUARE=is_square)
@@ -123,24 +177,51 @@ class _Pass:
     def key_side(
         self, dk: Tensor, dv: Tensor, sums: Tensor | None, planned: tuple[Tensor, ...], sets: tuple[Tensor, Tensor],
         *, visit: int = 0, plain: bool = False, seed: Seed | None = None, seed_v: Tensor | None = None,
+        copies: Sorted | None = None,
     ) -> None:  # fmt: skip
         """planned: query slots, key slots, seen by, sinks seen by, group starts, key entries. seed: cuDNN's dk."""
-        first, heads = (0, self.call.k.shape[1]) if seed is None else (seed.first_head, seed.kv_heads)
+        first, heads = self._heads(seed or copies)
         parts = (self.nothing,) * 3 if seed is None else (seed.places, seed.out, seed_v)
         sinks = (self.nothing, self.nothing)
         if plain and self.flags["SINKS"]:
             sinks = self._sink_sums(first, heads, sets[0], square=seed is not None)
+        (q, grad), rows, strides = (self.q, self.grad), self.rows, self.strides
+        if copies is not None:
+            (q, grad), rows = copies.queries, copies.rows
+            strides = (*_packed_strides(q), *strides[3:9], *_packed_strides(grad))
         choices = self.call.key_groups.shape[-1] if self.far else 1
+        count, stretch = (
+            (1, 0) if copies is None or copies.parts is None else (copies.parts.number, copies.parts.stretch)
+        )
         atomic = choices > 1 and not torch.are_deterministic_algorithms_enabled()
         for turn in range(1 if atomic else choices):
             arguments = (
-                *self.tensors, dk, dv, self.nothing if sums is None else sums, *planned, *sets, *parts, *sinks,
-                *self.strides, *self._lengths(first, heads, visit), turn,
+                q, self.k, self.v, grad, *rows, dk, dv, self.nothing if sums is None else sums,
+                *planned, *sets, *parts, *sinks, *strides, *self._lengths(first, heads, visit), turn,
+                count, stretch,
             )  # fmt: skip
             self._launch(
                 "key", key_side_kernel, planned[1].shape[-1] if self.far else self.call.k.shape[2], heads, arguments,
-                PLAIN=plain, SQUARE=seed is not None, CHOICES=choices, ATOMIC=atomic,
+                parts=count, PLAIN=plain, SQUARE=seed is not None, CHOICES=choices, ATOMIC=atomic, PARTS=count > 1,
             )  # fmt: skip
+
+    def add_parts(
+        self, copies: Sorted, keys: tuple[Tensor, Tensor], into: tuple[Tensor, Tensor], sums: Tensor, met: Tensor,
+        visit: int,
+    ) -> None:  # fmt: skip
+        """keys: dk and dv as they are without the parts. into: where they go with them."""
+        assert copies.parts is not None and self.far is not None
+        _, stretch, *parts = copies.parts
+        (batch, kv_heads, num_keys, _), routers = self.call.k.shape, self.call.query_groups.shape[1]
+        sizes = {name: self.setup.sizes[name] for name in ("G", "D", "DV", "BLOCK_D", "BLOCK_DV")}
+        self.setup.launch(
+            ("add parts", into is keys), add_parts_kernel, (ceil_div(num_keys, KEYS_AT_ONCE), copies.kv_heads, batch),
+            (
+                *keys, *into, sums, *parts, self.far.key_slots, met,
+                num_keys, kv_heads, copies.first_head, routers, visit, stretch,
+            ),
+            lambda: {"VISITS": self.flags["VISITS"], **sizes, "BLOCK": KEYS_AT_ONCE},
+        )  # fmt: skip
 
     def _sink_sums(self, first_head: int, heads: int, ids: Tensor, square: bool) -> tuple[Tensor, Tensor]:
         """dk and dv [B, heads, num_sinks, D] fp32 that the sinks get from queries beyond the window."""
@@ -155,8 +236,9 @@ class _Pass:
         self.setup.launch(
             ("sinks", square), sink_kernel, (stretches, heads, batch * blocks),
             (
-                *self.tensors, *parts, ids, *self.strides, num_queries, num_keys, call.k.shape[1], first_head,
-                call.pattern.window, num_sinks, call.scale, call.softcap or 1.0, QUERIES_A_STRETCH,
+                self.q, self.k, self.v, self.grad, *self.rows, *parts, ids, *self.strides,
+                num_queries, num_keys, call.k.shape[1], first_head, call.pattern.window, num_sinks,
+                call.scale, call.softcap or 1.0, QUERIES_A_STRETCH,
             ),
             lambda: {"SQUARE": square, **self.setup.sizes, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys},
             warps=tile.warps, stages=tile.stages,
@@ -208,15 +290,73 @@ def _far_backward(
     passes, slots = _Pass(call, setup, grad, rows, far), (far.query_slots, far.key_slots)
     # In a plain call every query has its visit, so that the only one can write all of dq as it is wanted.
     finish = triton_plan.serves(call) and query_k == 1 and call.q.dtype != torch.float32
-    into = torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device) if finish else total.q
-    for visit in range(query_k):
+    into = _like(call.q) if finish else total.q
+    planned = (*slots, met, met, far.key_starts, far.key_entries)
+    keys_into: tuple[Tensor, Tensor] | None = None
+    for visit, copies in _sorted_copies(passes):
         queries = (*slots, far.ranges, far.ranges, far.group_starts)
-        passes.query_side(total.q, by_query, queries, sets, visit=visit, into=into)
-        planned = (*slots, met, met, far.key_starts, far.key_entries)
-        passes.key_side(total.k, total.v, by_key, planned, sets, visit=visit)
+        passes.query_side(total.q, by_query, queries, sets, visit=visit, copies=copies, into=into)
+        if copies.parts is None:
+            passes.key_side(total.k, total.v, by_key, planned, sets, visit=visit, copies=copies)
+            continue
+        passes.key_side(*copies.parts[2:], planned, sets, visit=visit, copies=copies)
+        keys_into = keys_into or (_like(call.k), _like(call.v))
+        keys = total.k, total.v
+        passes.add_parts(copies, keys, keys_into if visit == query_k - 1 else keys, by_key, met, visit)
     total.q = into
+    if keys_into is not None:
+        total.k, total.v = keys_into
     if call.query_gate is not None and call.key_gate is not None:
         total.query_gate, total.key_gate = _gate_grads(call, far.key_entries.long(), by_query, by_key)
+
+
+def _sorted_copies(far: _Pass) -> Iterator[tuple[int, Sorted]]:
+    """Every visit of every run of KV heads; a copy is written over when the next is asked for."""
+    call, setup, plan = far.call, far.setup, far.far
+    assert plan is not None
+    (batch, heads, num_queries, width), kv_heads, device = call.q.shape, call.k.shape[1], call.q.device
+    routers, group = call.query_groups.shape[1], setup.heads_a_key
+    step = setup.once("backward step", lambda: sorted_rows.heads_at_once(call, 4))
+    k, v = room_for_keys(call, step, plan.key_slots.shape[-1])
+    q, grad = (
+        torch.empty(batch, step, num_queries, group, x.shape[-1], dtype=x.dtype, device=device)
+        for x in (far.q, far.grad)
+    )
+    rows = Row(*(torch.empty(batch, step, num_queries, group, dtype=torch.float32, device=device) for _ in range(2)))
+    parts = _parts(call, setup, step)
+    for first in range(0, kv_heads, step):
+        mine = slice(None) if routers == 1 else slice(first, first + step)
+        sort_keys(call, setup, plan.key_slots[:, mine], k, v, first)
+        for visit in range(plan.query_slots.shape[2]):
+            slots = plan.query_slots[:, mine, visit].expand(batch, step, num_queries)
+            copies = Copy(far.q, q, first * group, slots), Copy(far.grad, grad, first * group, slots)
+            if width == grad.shape[-1]:
+                sort_rows(setup, "q, grad", *copies)
+            else:
+                sort_rows(setup, "q", copies[0])
+                sort_rows(setup, "grad", copies[1])
+            setup.launch(
+                "sort rows", sort_rows_kernel, (ceil_div(num_queries * group, ROWS_AT_ONCE), step, batch),
+                (*far.rows, *rows, slots, *slots.stride()[:2], num_queries, heads, first),
+                lambda: {"G": group, "BLOCK": ROWS_AT_ONCE},
+            )  # fmt: skip
+            yield visit, Sorted(first, step, (k, v), (q, grad), rows, parts)
+
+
+def _parts(call: AttentionCall, setup: Setup, kv_heads: int) -> Parts | None:
+    """Room for the parts of so many KV heads; None where walks are short, or the room would not be small."""
+    batch, num_keys, device = call.k.shape[0], call.k.shape[2], call.k.device
+    rows, widths = call.q.shape[2] * setup.heads_a_key, (call.k.shape[-1], call.v.shape[-1])
+    number = min(MOST_PARTS, rows // ROWS_A_PART)
+    if room := sorted_rows.small(device):
+        number = min(number, room // (4 * batch * kv_heads * num_keys * sum(widths)))
+    if number < 2 or call.key_groups.shape[-1] > 1:
+        return None
+
+    def part(*shape: int) -> Tensor:
+        return torch.empty(number, batch, kv_heads, num_keys, *shape, dtype=torch.float32, device=device)
+
+    return Parts(number, ceil_div(rows, number), part(widths[0]), part(widths[1]), part())
 
 
 def _square_backward(call: AttentionCall, setup: Setup, grad: Tensor, out: Tensor, lse: Tensor, rows: Row) -> Gradients:
@@ -251,8 +391,17 @@ def _gate_grads(call: AttentionCall, key_entries: Tensor, by_query: Tensor, by_k
     return query_gate, key_gate
 
 
+def _packed_strides(x: Tensor) -> tuple[int, int, int]:
+    """Of a copy [B, kv_heads, Tq, G, D]: batch, KV head, row (a query and head)."""
+    return x.stride(0), x.stride(1), x.stride(3)
+
+
 def _sum_or_only(x: Tensor, dim: int) -> Tensor:
     return x.squeeze(dim) if x.shape[dim] == 1 else x.sum(dim)
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _zeros(call: AttentionCall, *shape: int) -> Tensor:
