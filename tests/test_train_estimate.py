@@ -8,8 +8,9 @@ from tiny import tiny_model, tokens
 from training_runs import CONFIG, recipe, stage
 
 from focus_attn import get_focus_model
+from focus_attn.training import step
 from focus_attn.training.estimate import estimate_memory
-from focus_attn.training.step import training_step
+from focus_attn.training.narrow import Narrow, narrowing
 
 CPU = torch.device("cpu")
 
@@ -22,16 +23,20 @@ def bytes_kept_for_backward(model, options, length):
     """What autograd holds on to after a forward, every storage once, parameters left out."""
     known = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
+    pack, unpack = narrowing()
 
-    def pack(tensor):
-        storage = tensor.untyped_storage()
+    def count(tensor):
+        packed = pack(tensor)
+        storage = (packed.tensor if isinstance(packed, Narrow) else packed).untyped_storage()
         if storage.data_ptr() not in known:
             kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return packed
 
     model.train()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = training_step(model, tokens(1, length), options=options)
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    with pytest.MonkeyPatch.context() as patch, hooks(count, unpack):
+        patch.setattr(step, "narrow_activations", lambda: hooks(count, unpack))
+        result = step.training_step(model, tokens(1, length), options=options)
     assert result.loss.requires_grad
     return sum(kept.values())
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from focus_attn.training.narrow import narrow_activations
 from focus_attn.training.packing import Packing, read_packing
 from focus_attn.training.probe import Probe
 from focus_attn.training.routing_terms import routing_terms
@@ -106,7 +107,7 @@ def training_step(
     # How many there are has to be read from the device: before it has anything to do, or the host would wait for it.
     predicted, targets = _to_predict(packing, input_ids if labels is None else labels, window)
     watch = RoutingWatch(_probe(options, exploration_left, input_ids, window), options.stop_gradient)
-    with watch.watching(model):
+    with watch.watching(model), narrow_activations():
         answer = _run_decoder(model, input_ids, packing)
     hidden = _pick(answer, predicted)
     head = Head(model.base_model, answer)
