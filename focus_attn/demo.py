@@ -27,6 +27,7 @@ from focus_attn.evaluation import (
     top_tokens,
 )
 from focus_attn.model import FocusModel, get_focus_model
+from focus_attn.progress import Progress
 from focus_attn.text import TextSplit, default_text, read_text, split_documents
 from focus_attn.training import CoverageFit, fit_coverage
 from focus_attn.zoo import find_adapter, load_default_model, tiny_random_model
@@ -35,7 +36,6 @@ FULL, FOCUS, WINDOW, RANDOM = "full attention", "Focus, fitted now", "window + s
 SHIPPED = "Focus, shipped adapter"
 
 # What is being done, how much of it is done, how much there is.
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from focus_attn.model import FocusModel
+from focus_attn.progress import Count
 from focus_attn.training.token_losses import Head, next_token_loss
 from focus_attn.zoo import cast_parameters
 
@@ -54,7 +54,7 @@ def fine_tune(
     seed: int = 0,
     checkpoint: str | os.PathLike[str] | None = None,
     save_every: int = 500,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Count | None = None,
 ) -> FineTuned:
     """Train `model`, a transformers causal LM, on `blocks` [N, T] of tokens. It is changed in place.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,9 +16,8 @@ from focus_attn.evaluation.perplexity import Perplexity, block_perplexity
 from focus_attn.hf import Seam
 from focus_attn.layer import LayerSpec
 from focus_attn.model import FocusModel
+from focus_attn.progress import Count
 from focus_attn.stats import Stats
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Figures:
 
 
 def measure(
-    model: nn.Module, peer: Baseline | None, blocks: Tensor, window: int, progress: Progress | None = None
+    model: nn.Module, peer: Baseline | None, blocks: Tensor, window: int, progress: Count | None = None
 ) -> Figures:
     """Under a peer, or of the model as it is: with its own attention, or a FocusModel."""
     if peer is not None:

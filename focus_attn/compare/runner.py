@@ -22,12 +22,13 @@ from focus_attn.compare.models import describe_model, load_model
 from focus_attn.compare.peer import kind_of, make_peer, needs_text
 from focus_attn.compare.recipe import Comparison, Method
 from focus_attn.compare.store import FILE, Cell, CellStore
-from focus_attn.compare.subject import OutOfTimeError, Progress, Subject, Workshop, digest, until
+from focus_attn.compare.subject import OutOfTimeError, Subject, Workshop, digest, until
 from focus_attn.compare.tasks import is_scored, score_row, task_table
 from focus_attn.compare.timing import time_attention
 from focus_attn.evaluation.requests import Requests
 from focus_attn.evaluation.summary import BASE
 from focus_attn.model import FocusModel
+from focus_attn.progress import Progress
 
 FORMAT = 1  # raised when what is measured of a method changes, so that older cells are not taken for it
 TIMED_RUNS = {"cuda": 11, "cpu": 3}

@@ -25,10 +25,10 @@ from focus_attn.compare.peer import make_peer
 from focus_attn.compare.recipe import Comparison, Method, merged, plain
 from focus_attn.config import FocusConfig
 from focus_attn.model import FocusModel
+from focus_attn.progress import Count, Progress
 from focus_attn.training.recipe import Recipe, Stage, Start
 from focus_attn.zoo import cast_parameters, find_adapter
 
-Progress = Callable[[str, int, int], None]  # what, done, of how many
 CURVE_POINTS = 60
 SAVE_EVERY = 100  # steps of a fine-tuning that an interruption can cost
 # What a run of this kind has no use for: nothing is held back, the rows are measured on text of their own.
@@ -41,7 +41,7 @@ class OutOfTimeError(Exception):
     """The time given is up; the same command goes on."""
 
 
-def until(deadline: float, progress: Progress | None, what: str) -> Callable[[int, int], None]:
+def until(deadline: float, progress: Progress | None, what: str) -> Count:
     """Shows how much of `what` is done, and raises `OutOfTimeError` once it is late and something is left to do."""
 
     def report(done: int, total: int) -> None:

@@ -9,11 +9,12 @@ from typing import Any
 from torch import nn
 
 from focus_attn.baselines.seam import Baseline, use_baseline
-from focus_attn.compare.subject import Progress, until
+from focus_attn.compare.subject import until
 from focus_attn.evaluation.requests import Requests
 from focus_attn.evaluation.score_file import ScoreFile, read_scores
 from focus_attn.evaluation.scoring import score
 from focus_attn.evaluation.summary import BASE, summarise
+from focus_attn.progress import Progress
 
 
 def score_row(

@@ -16,6 +16,7 @@ from focus_attn.evaluation.requests import Requests, merge
 from focus_attn.evaluation.retrieval import DEPTHS, retrieval
 from focus_attn.evaluation.tasks import short_form
 from focus_attn.evaluation.text_requests import blocked, strided
+from focus_attn.progress import Progress
 from focus_attn.text import default_text, read_text
 
 FORMS = ("short", "shots", "text")
@@ -47,9 +48,7 @@ class Asked:
         return values | {"data": str(self.data or "Hugging Face Hub") if self.tasks else None}
 
 
-def build(
-    tokenizer: PreTrainedTokenizerBase, asked: Asked, progress: Callable[[str, int, int], None] | None = None
-) -> Requests:
+def build(tokenizer: PreTrainedTokenizerBase, asked: Asked, progress: Progress | None = None) -> Requests:
     """The requests of everything that is asked for."""
     if not (asked.lengths or asked.tasks or asked.retrieval):
         raise ValueError("nothing is asked for: leave out --no-perplexity, or give --tasks or --retrieval")

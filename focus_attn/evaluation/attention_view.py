@@ -19,6 +19,7 @@ from torch import Tensor
 
 from focus_attn.layer import AttentionInputs
 from focus_attn.model import FocusModel
+from focus_attn.progress import Count
 from focus_attn.router import Router, Routing
 from focus_attn.visibility import Pattern, Tokens, near_and_reachable, shares_group
 
@@ -55,7 +56,6 @@ class AttentionView(NamedTuple):
 
 
 Watcher = Callable[[AttentionView], None]
-Progress = Callable[[int, int], None]  # blocks done, blocks in all
 
 
 @torch.no_grad()
@@ -66,7 +66,7 @@ def watch_attention(
     watch: Watcher,
     *,
     weights_at_once: int | None = None,
-    progress: Progress | None = None,
+    progress: Count | None = None,
 ) -> None:
     """Show `watch` every routed layer on every block, the queries at `positions` [n] (ascending) chunk by chunk.
 

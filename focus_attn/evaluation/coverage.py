@@ -28,9 +28,10 @@ from torch import Tensor
 from focus_attn.attention.plan import count_pairs
 from focus_attn.config import FocusConfig
 from focus_attn.evaluation.attention_mass import SHARES, Mass, mean_mass
-from focus_attn.evaluation.attention_view import AttentionView, Progress, Watcher, watch_attention
+from focus_attn.evaluation.attention_view import AttentionView, Watcher, watch_attention
 from focus_attn.evaluation.bootstrap import Interval, mean_interval
 from focus_attn.model import FocusModel
+from focus_attn.progress import Count
 from focus_attn.router import Routing
 from focus_attn.visibility import EVERYTHING, Pattern, memberships
 
@@ -124,7 +125,7 @@ def coverage_by_layer(
     queries: int | None = 128,
     weights_at_once: int | None = None,
     watchers: Sequence[Watcher] = (),
-    progress: Progress | None = None,
+    progress: Count | None = None,
 ) -> Coverage:
     """Run the base model over blocks of tokens [N, T] and measure what the active adapter would leave visible.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -14,9 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from focus_attn.config import FocusConfig
 from focus_attn.evaluation.head import predict
 from focus_attn.model import FocusModel
+from focus_attn.progress import Count
 from focus_attn.stats import Stats
-
-Progress = Callable[[int, int], None]  # blocks done, blocks in all
 
 LEAK_WARNING = "NOT CAUSAL: the routing sees later tokens, so this is no perplexity of a language model"
 
@@ -50,7 +49,7 @@ def perplexity(
     length: int = 2048,
     window: int | None = None,
     max_blocks: int | None = None,
-    progress: Progress | None = None,
+    progress: Count | None = None,
 ) -> Perplexity:
     """Perplexity of `text` (one document, or several) under a causal LM or a FocusModel.
 
@@ -104,7 +103,7 @@ def block_perplexity(
     blocks: Tensor,
     *,
     window: int | None = None,
-    progress: Progress | None = None,
+    progress: Count | None = None,
 ) -> Perplexity:
     """`perplexity` of blocks that are tokens already, [blocks, length]."""
     focus = model if isinstance(model, FocusModel) else None

@@ -9,7 +9,6 @@ A folder can be carried to another machine, gone on with after an interruption, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -34,9 +33,9 @@ from focus_attn.evaluation.summary import (
     retrieval_cells,
     summarise,
 )
+from focus_attn.progress import Progress
 
 ITEMS = "items.jsonl"
-Progress = Callable[[str, int, int], None]  # what, done, of how many
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from focus_attn.evaluation.head import predict
 from focus_attn.evaluation.requests import Item, Requests
 from focus_attn.evaluation.score_file import Key, Score, ScoreFile
 from focus_attn.model import FocusModel
+from focus_attn.progress import Count
 from focus_attn.stats import Stats
 from focus_attn.zoo import quiet_transformers
 
-Progress = Callable[[int, int], None]  # items done, items in all
 Scored = list[tuple[Key, Score]]
 
 BATCH_TOKENS = {"cuda": 1 << 16, "cpu": 1 << 12}
@@ -42,7 +42,7 @@ def score(
     *,
     batch_tokens: int | None = None,
     share_prefixes: bool = True,
-    progress: Progress | None = None,
+    progress: Count | None = None,
 ) -> None:
     """Score what is not in the file yet.
 

@@ -6,7 +6,7 @@ worked out again by `describe` when a report is made from a file: a machine with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from focus_attn.evaluation.coverage import coverage_by_layer
 from focus_attn.evaluation.perplexity import token_blocks
 from focus_attn.model import FocusModel
+from focus_attn.progress import Progress
 from focus_attn.report.acting_sinks import ActingSinks
 from focus_attn.report.attended import attended_keys
 from focus_attn.report.domains import compare_domains
@@ -27,7 +28,6 @@ from focus_attn.report.word_classes import CLASSES, tagger, word_classes
 FORMAT = 1
 HALF_WAY = 0.5
 MOST_BROWSED = 16384  # a page with more is slow to open
-Progress = Callable[[str, int, int], None]  # what, done, of how many
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from focus_attn.config import FocusConfig
+from focus_attn.progress import Progress
 from focus_attn.training.balance import routed_layers
 from focus_attn.training.layer_fit import LayerFit, LayersTrainer, ObservedLayer
-from focus_attn.training.observe import Progress, check_blocks, observe_layers
+from focus_attn.training.observe import check_blocks, observe_layers
 from focus_attn.training.sensitivity import share_budget
 from focus_attn.training.start_layer import LayerStart, start_layer
 

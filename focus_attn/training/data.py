@@ -24,6 +24,7 @@ from filelock import FileLock
 from torch import Tensor
 
 from focus_attn.evaluation.perplexity import first_token
+from focus_attn.progress import Progress
 from focus_attn.text import SUFFIXES, default_text, read_text
 from focus_attn.training.recipe import Data
 from focus_attn.zoo import cache_folder
@@ -34,8 +35,6 @@ HUB, BUILTIN = "hub:", "builtin"
 DOCUMENTS_AT_ONCE = 64
 CHARACTERS_AT_ONCE = 1 << 22
 JOINED_CHARACTERS = 1 << 20  # of a document of joined lines: a stream is read a piece at a time
-
-Progress = Callable[[str, int, int], None]  # what, done, of how many
 
 
 @dataclass(frozen=True)

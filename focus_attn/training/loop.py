@@ -16,16 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from focus_attn.evaluation.perplexity import Perplexity
 from focus_attn.hf import text_config
 from focus_attn.model import FocusModel, get_focus_model
+from focus_attn.progress import Progress
 from focus_attn.training.balance import routed_layers
-from focus_attn.training.blocks import Blocks, ShuffledBlocks, cut_blocks
+from focus_attn.training.blocks import Blocks, ShuffledBlocks
 from focus_attn.training.callbacks import duration
 from focus_attn.training.checkpoint import FOLDER, Checkpoint, Position, base_parameters, checkpoints, load_weights
-from focus_attn.training.data import TokenStore, check_vocabulary, open_tokens
+from focus_attn.training.data import TokenStore
 from focus_attn.training.distributed import (
     copy_routers_from_main,
     from_main,
@@ -36,13 +37,12 @@ from focus_attn.training.distributed import (
     world_size,
 )
 from focus_attn.training.estimate import estimate_memory
+from focus_attn.training.reading import blocks_to_start_from, cut, open_text
 from focus_attn.training.recipe import Recipe, Stage
-from focus_attn.training.repeats import repeat_passages, strange_words
+from focus_attn.training.repeats import strange_words
 from focus_attn.training.starts import start_routers
 from focus_attn.training.trainer import FocusTrainer, Run
 from focus_attn.zoo import cast_parameters, quiet_transformers
-
-Progress = Callable[[str, int, int], None]  # what, done, of how many
 
 BASE_FOLDER = "base_model"
 # What may change between a run and its continuation: it does not change what is learned.
@@ -120,8 +120,8 @@ def train(
         recipe = dataclasses.replace(recipe, focus=focus.focus_config)
         _check_positions(recipe, focus)
         shown = progress if rank() == 0 else None
-        store, held_out = _open_text(text_or_dataset, tokenizer, recipe, focus, shown)
-        stages = [_cut(store, one.length, recipe, f"stages[{index}]") for index, one in enumerate(recipe.stages)]
+        store, held_out = open_text(text_or_dataset, tokenizer, recipe, focus, shown)
+        stages = [cut(store, one.length, recipe, f"stages[{index}]") for index, one in enumerate(recipe.stages)]
         found = from_main(_find_checkpoint(Path(output), recipe, store, resume) if rank() == 0 else None)
         _place(focus, recipe, place)
         run = Run(
@@ -229,37 +229,6 @@ def _check_positions(recipe: Recipe, model: FocusModel) -> None:
             raise ValueError(f"`{where}.length` is {length:,}, the model has {most:,} positions: lower it")
 
 
-def _open_text(
-    source: Any, tokenizer: Any, recipe: Recipe, model: FocusModel, progress: Progress | None
-) -> tuple[TokenStore, Tensor]:
-    """The tokens to train on and the blocks to evaluate on, which share nothing."""
-    data, length = recipe.data, recipe.stages[-1].length
-    aside = data.held_out * length if recipe.evaluate_every and data.held_out_text is None else 0
-    start = 0 if recipe.start is None else recipe.start.blocks * recipe.start.length
-    wanted = max(stage.tokens for stage in recipe.stages) + start + aside
-    store = open_tokens(source, tokenizer, data, limit=wanted, progress=progress)
-    vocabulary = model.base_model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
-    check_vocabulary(store, tokenizer, vocabulary)
-    if not recipe.evaluate_every or not data.held_out:
-        return store, torch.empty(0, length, dtype=torch.int64)
-    if data.held_out_text is None:
-        store, held_out = store.split_off(length, data.held_out)
-    else:
-        held_out = open_tokens(data.held_out_text, tokenizer, data, limit=data.held_out * length, progress=progress)
-        check_vocabulary(held_out, tokenizer, vocabulary)
-    if not len(held_out.documents):
-        return store, torch.empty(0, length, dtype=torch.int64)
-    return store, cut_blocks(held_out, length, packing=False, shortest=length).rows(data.held_out)
-
-
-def _cut(store: TokenStore, length: int, recipe: Recipe, where: str) -> Blocks:
-    assert recipe.focus is not None
-    try:
-        return cut_blocks(store, length, packing=recipe.data.packing, shortest=recipe.focus.window + 2)
-    except ValueError as error:
-        raise ValueError(f"`{where}`: {error}") from None
-
-
 def _sequences(stage: Stage) -> int:
     return stage.steps * stage.sequences
 
@@ -330,18 +299,7 @@ def _start(run: Run, store: TokenStore) -> None:
         return
     torch.manual_seed(run.recipe.seed)
     began = time.monotonic()
-    blocks = torch.empty(0, start.length, dtype=torch.int64)
-    if start.how != "random":
-        blocks = _cut(store, start.length, run.recipe, "start").rows(start.blocks)
-        if not len(blocks):
-            raise ValueError(
-                f"`start`: no document reaches {start.length:,} tokens, the longest has {store.longest:,}: lower "
-                "`length`, or take `how: random`"
-            )
-    if start.repeats and len(blocks):
-        generator = torch.Generator().manual_seed(run.recipe.seed)
-        how = start.repeats, run.model.focus_config.window + 1, generator, len(store.begin)
-        blocks = torch.stack([repeat_passages(ids, None, *how) for ids in blocks])
+    blocks = blocks_to_start_from(store, run.recipe, start)
     options: dict[str, Any] = {}
     if start.how == "coverage":
         options = {"steps": start.steps, "learning_rate": start.learning_rate, "start": start.first}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,13 +11,12 @@ from torch import Tensor
 
 from focus_attn.config import FocusConfig
 from focus_attn.layer import AttentionInputs
+from focus_attn.progress import Progress
 from focus_attn.router import Router, normalise
 from focus_attn.training.objectives import FarAttention, far_attention
 
 if TYPE_CHECKING:
     from focus_attn.model import FocusModel
-
-Progress = Callable[[str, int, int], None]  # what, done, of how many
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from focus_attn.baselines import window_and_sinks
 from focus_attn.layer import FocusLayer
-from focus_attn.training.observe import Progress, check_blocks
+from focus_attn.progress import Progress
+from focus_attn.training.observe import check_blocks
 from focus_attn.training.token_losses import Head, distillation_loss
 
 if TYPE_CHECKING:

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch import Tensor
 
+from focus_attn.progress import Progress
 from focus_attn.training.balance import routed_layers
 from focus_attn.training.coverage import CoverageFit, fit_coverage
-from focus_attn.training.observe import Progress, check_blocks, observe_layers
+from focus_attn.training.observe import check_blocks, observe_layers
 from focus_attn.training.start_layer import LayerStart, start_layer
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from focus_attn.evaluation.perplexity import Perplexity, block_perplexity
 from focus_attn.model import FocusModel
+from focus_attn.progress import Progress
 from focus_attn.training.blocks import ShuffledBlocks
 from focus_attn.training.callbacks import (
     BalanceBias,
@@ -71,7 +72,7 @@ class Run:
     data_digest: str
     held_out: Tensor  # [blocks, T] to evaluate on
     log: Callable[[str], None]
-    progress: Callable[[str, int, int], None] | None = None
+    progress: Progress | None = None
     sharded: bool = False
     deadline: float = math.inf  # of time.monotonic()
     interrupted: str = ""  # by what, once it was
