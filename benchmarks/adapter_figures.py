@@ -22,6 +22,7 @@ from focus_attn import FocusModel, load_default_model
 from focus_attn.bench.record import write_json
 from focus_attn.compare.data import read_tokens
 from focus_attn.evaluation import Perplexity, block_perplexity, group_shares, observe_routing, perplexity_ratio
+from focus_attn.evaluation.perplexity import first_token
 from focus_attn.training import Recipe, train
 from focus_attn.training.blocks import cut_blocks
 from focus_attn.training.checkpoint import base_parameters
@@ -39,7 +40,10 @@ def documents(path: Path, tokenizer: Any) -> list[torch.Tensor]:
 
 def blocks(texts: list[torch.Tensor], length: int, most: int, tokenizer: Any = None) -> torch.Tensor:
     """At most this many blocks [n, length], evenly spread. tokenizer: they begin as it begins a text."""
-    return cut_blocks(open_tokens(texts, tokenizer, Data()), length, packing=False, shortest=length).rows(most)
+    store = open_tokens(texts, tokenizer, Data())
+    if tokenizer is not None:  # ids are taken as they are: they do not say how a text begins
+        store = dataclasses.replace(store, begin=tuple(first_token(tokenizer)))
+    return cut_blocks(store, length, packing=False, shortest=length).rows(most)
 
 
 def compared(focus: Perplexity, base: Perplexity) -> dict[str, Any]:

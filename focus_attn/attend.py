@@ -22,7 +22,10 @@ def attend(state: FocusState, layer: FocusLayer, call: FocusCall, inputs: Attent
         query_groups, key_groups, pattern = ungrouped(inputs)
         if state.recorder is not None:
             state.recorder.add(inputs.layer_idx, query_groups, key_groups, inputs.tokens, pattern)
-        return _focus_attention(state, inputs, query_groups, key_groups, pattern)[0]
+        out = _focus_attention(state, inputs, query_groups, key_groups, pattern)[0]
+        if state.output_observer is not None and inputs.hidden is not None:
+            state.output_observer(inputs.layer_idx, out)
+        return out
 
     config = state.config
     pattern = Pattern(config.num_groups, config.window, config.num_sinks, inputs.sliding_window)

@@ -81,6 +81,7 @@ class FocusState:
     active: str = ""
     enabled: bool = True
     observer: Callable[[AttentionInputs], None] | None = None
+    output_observer: Callable[[int, Tensor], None] | None = None
     override: Callable[[int, Routing], Routing] | None = None
     probe: Probing | None = None
     recorder: Stats | None = None

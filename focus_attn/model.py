@@ -149,9 +149,12 @@ class FocusModel(nn.Module, PushToHubMixin):
             yield self._state.recorder  # type: ignore[misc]
 
     @contextmanager
-    def observe_attention(self, callback: Callable[[AttentionInputs], None]) -> Iterator[None]:
-        """Inside, the model computes the base model's function, and `callback` sees each routed layer's inputs."""
-        with self._set_for_now(observer=callback):
+    def observe_attention(
+        self, callback: Callable[[AttentionInputs], None], outputs: Callable[[int, Tensor], None] | None = None
+    ) -> Iterator[None]:
+        """Inside, the model computes the base model's function, and `callback` sees each routed layer's inputs.
+        `outputs` sees what comes of them: the layer's number, [B, H, T, Dv]."""
+        with self._set_for_now(observer=callback, output_observer=outputs):
             yield
 
     @contextmanager

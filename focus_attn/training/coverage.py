@@ -17,7 +17,9 @@ from focus_attn.config import FocusConfig
 from focus_attn.progress import Progress
 from focus_attn.training.balance import routed_layers
 from focus_attn.training.layer_fit import LayerFit, LayersTrainer, ObservedLayer
+from focus_attn.training.loss_gradients import loss_gradients
 from focus_attn.training.observe import check_blocks, observe_layers
+from focus_attn.training.output_fit import cost_of_nearness, fit_output
 from focus_attn.training.sensitivity import share_budget
 from focus_attn.training.start_layer import LayerStart, start_layer
 
@@ -53,6 +55,12 @@ class CoverageFit:
     def largest_group(self) -> float:
         return sum(layer.largest_group for layer in self.layers) / len(self.layers)
 
+    @property
+    def lost(self) -> float | None:
+        """After an output fit: what the layers' outputs still lose, as a share of what nearness alone loses."""
+        shares = [layer.lost for layer in self.layers if layer.lost is not None]
+        return sum(shares) / len(shares) if shares else None
+
 
 def fit_coverage(
     model: FocusModel,
@@ -65,6 +73,8 @@ def fit_coverage(
     start: LayerStart | None = "random",
     largest_group: float | None = None,
     sensitivity: Tensor | None = None,
+    output_steps: int = 0,
+    output_learning_rate: float = 1e-3,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> CoverageFit:
@@ -89,23 +99,31 @@ def fit_coverage(
         sensitivity: [routed layers] what each layer's far attention is worth, as `layer_sensitivity` measures it: the
             budget is then shared accordingly. By default all layers have the same; on the embedded default sharing
             helped a random start and made no difference to the spectral one.
+        output_steps: steps of a second fit, by what the layer's output loses as the loss minds it (`output_fit.py`). It
+            goes back through the model a few times first, keeps the values too, and shares the budget by what each
+            layer has to lose unless `sensitivity` says otherwise.
+        output_learning_rate: of that fit.
         progress: called with what is being done, how much of it is done, and how much there is.
     """
     config = model.focus_config
     check_blocks(token_blocks, config)
-    for name, value in (("steps", steps), ("queries", queries)):
-        if value < 1:
-            raise ValueError(f"`{name}` must be at least 1, got {value}")
+    for name, value, least in (("steps", steps, 1), ("queries", queries, 1), ("output_steps", output_steps, 0)):
+        if value < least:
+            raise ValueError(f"`{name}` must be at least {least}, got {value}")
     cap = _key_cap(largest_group, config)
     far_budget = _far_budget(budget, token_blocks.shape[1], config)
     routed = routed_layers(model)
-    budgets = [far_budget] * len(routed) if sensitivity is None else share_budget(far_budget, sensitivity)
-    if len(budgets) != len(routed):
-        raise ValueError(f"`sensitivity` has {len(budgets)} layers, the model {len(routed)} that are routed")
+    if sensitivity is not None and len(sensitivity) != len(routed):
+        raise ValueError(f"`sensitivity` has {len(sensitivity)} layers, the model {len(routed)} that are routed")
 
     began = time.perf_counter()
-    seen = observe_layers(model, token_blocks, queries, seed, progress)
+    minded = loss_gradients(model, token_blocks, progress) if output_steps else {}
+    seen = observe_layers(model, token_blocks, queries, seed, progress, values=output_steps > 0)
     layers = [ObservedLayer(layer_idx, router, seen[layer_idx]) for layer_idx, router in routed]
+    if output_steps and sensitivity is None:
+        costs = [cost_of_nearness(layer.seen, layer.router, minded[layer.layer_idx]) for layer in layers]
+        sensitivity = torch.tensor(costs)
+    budgets = [far_budget] * len(routed) if sensitivity is None else share_budget(far_budget, sensitivity)
     far_budgets = dict(zip((layer.layer_idx for layer in layers), budgets, strict=True))
     device = next(model.parameters()).device
 
@@ -113,8 +131,16 @@ def fit_coverage(
         for layer in together:
             if start is not None:
                 start_layer(layer.router, layer.seen, start, seed * 100_003 + layer.layer_idx)
-        trainer = LayersTrainer(together, steps, learning_rate, seed, cap)
-        return trainer.run([far_budgets[layer.layer_idx] for layer in together])
+        own = [far_budgets[layer.layer_idx] for layer in together]
+        fitted = LayersTrainer(together, steps, learning_rate, seed, cap).run(own)
+        if not output_steps:
+            return fitted
+        lost = [
+            fit_output(layer, minded[layer.layer_idx], output_steps, output_learning_rate, seed, far, cap)
+            for layer, far in zip(together, own, strict=True)
+        ]
+        fitted = LayersTrainer(together, steps, learning_rate, seed, cap).measure()
+        return [one._replace(lost=share) for one, share in zip(fitted, lost, strict=True)]
 
     fitted: list[LayerFit] = []
     with _workers(device) as pool:

@@ -34,6 +34,7 @@ class LayerFit(NamedTuple):
     covered_nearby: float  # the same with the window and the sinks alone
     far_pairs_kept: float
     largest_group: float  # share of the keys of a block in it, mean over the layer's routers
+    lost: float | None = None  # after an output fit: what the output still loses, of what nearness alone loses
 
 
 class ObservedLayer(NamedTuple):
@@ -82,6 +83,11 @@ class LayersTrainer:
                 layer.router.centroids.copy_(self.centroids[index])
             return self._measure(lessons)
 
+    def measure(self) -> list[LayerFit]:
+        """The routers as they are."""
+        with torch.no_grad():
+            return self._measure([self._lesson(block) for block in range(len(self.layers[0].seen))])
+
     def _lesson(self, block: int) -> Lesson:
         seen = [layer.seen[block] for layer in self.layers]
         parts = [one.attention(layer.router) for one, layer in zip(seen, self.layers, strict=True)]
@@ -120,12 +126,17 @@ class LayersTrainer:
         return [LayerFit(layer.layer_idx, *values) for layer, values in zip(self.layers, by_layer, strict=True)]
 
     def _sides(self, normalised: Tensor) -> list[tuple[int, Tensor]]:
-        """(query_top_k, query scores), (key_top_k, key scores): `Router.scores` laid out for the fit, [L * R, K, T]:
-        softmax over groups is fast where tokens are last."""
-        layers, sides, routers, width, dim = self.projection.shape
-        weight = self.projection.permute(0, 3, 1, 2, 4).reshape(layers, width, -1)
-        z = (normalised @ weight.to(normalised.dtype)).float()
-        z = z.unflatten(-1, (sides, routers, dim)).permute(2, 0, 3, 4, 1)  # [S, L, R, w, T]
-        scores = self.centroids.transpose(0, 1) @ z + self.bias.transpose(0, 1)[..., None]
-        scores = scores.flatten(1, 2)
+        """(query_top_k, query scores), (key_top_k, key scores), [L * R, K, T]."""
+        scores = scores_by_side(self.projection, self.centroids, self.bias, normalised)
         return [(self.config.query_top_k, scores[0]), (self.config.key_top_k, scores[-1])]
+
+
+def scores_by_side(projection: Tensor, centroids: Tensor, bias: Tensor, normalised: Tensor) -> Tensor:
+    """`Router.scores` of L layers laid out for a fit, [sides, L * R, K, T]: softmax over groups is fast where tokens
+    are last. normalised: [L, T, d]."""
+    layers, sides, routers, width, dim = projection.shape
+    weight = projection.permute(0, 3, 1, 2, 4).reshape(layers, width, -1)
+    z = (normalised @ weight.to(normalised.dtype)).float()
+    z = z.unflatten(-1, (sides, routers, dim)).permute(2, 0, 3, 4, 1)  # [S, L, R, w, T]
+    scores = centroids.transpose(0, 1) @ z + bias.transpose(0, 1)[..., None]
+    return scores.flatten(1, 2)

@@ -303,11 +303,14 @@ def _start(run: Run, store: TokenStore) -> None:
     options: dict[str, Any] = {}
     if start.how == "coverage":
         options = {"steps": start.steps, "learning_rate": start.learning_rate, "start": start.first}
+        options |= {"output_steps": start.output_steps, "output_learning_rate": start.output_learning_rate}
         asked = {"budget": start.budget, "largest_group": start.largest_group}
         options.update((name, value) for name, value in asked.items() if value is not None)
     fit = start_routers(run.model, blocks, how=start.how, seed=run.recipe.seed, progress=run.progress, **options)
     copy_routers_from_main(run.model)
     found = "" if fit is None else f", {fit.covered:.1%} of the attention kept, largest group {fit.largest_group:.0%}"
+    if fit is not None and fit.lost is not None:
+        found += f", {fit.lost:.0%} left of what the window and the sinks alone lose"
     run.say(f"start: {start.how}, {duration(time.monotonic() - began)}{found}")
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Observation:
     """One layer and one block: what is kept of it."""
 
-    inputs: AttentionInputs  # q: the sampled queries alone; v: its lengths alone
+    inputs: AttentionInputs  # q: the sampled queries alone; v: its lengths alone, if not all of it was asked for
     positions: Tensor  # [n] of the sampled queries
 
     @property
@@ -43,10 +43,16 @@ class Observation:
 
 
 def observe_layers(
-    model: FocusModel, token_blocks: Tensor, queries: int, seed: int, progress: Progress | None = None
+    model: FocusModel,
+    token_blocks: Tensor,
+    queries: int,
+    seed: int,
+    progress: Progress | None = None,
+    *,
+    values: bool = False,
 ) -> dict[int, list[Observation]]:
     """Run the dense model over blocks [N, T] and keep, of every routed layer, its hidden states, its keys and `queries`
-    of its queries past the window, drawn anew for every block."""
+    of its queries past the window, drawn anew for every block. values: keep those too, not only their lengths."""
     window = model.focus_config.window
     generator = torch.Generator().manual_seed(seed)
     device = next(model.parameters()).device
@@ -54,9 +60,9 @@ def observe_layers(
     positions = torch.empty(0)
 
     def keep(inputs: AttentionInputs) -> None:
-        # Of q only the sampled positions are needed, of v only its length.
-        lengths = inputs.v.float().norm(dim=-1, keepdim=True)
-        slim = dataclasses.replace(inputs, q=inputs.q[:, :, positions].clone(), v=lengths)
+        # Of q only the sampled positions are needed, of v mostly its length alone.
+        v = inputs.v if values else inputs.v.float().norm(dim=-1, keepdim=True)
+        slim = dataclasses.replace(inputs, q=inputs.q[:, :, positions].clone(), v=v)
         observations.setdefault(inputs.layer_idx, []).append(Observation(slim, positions))
 
     decoder = model.base_model.get_decoder()  # type: ignore[operator]

@@ -66,6 +66,8 @@ class Start:
     largest_group: float | None = number(
         None, "share of the keys that one group should hold at most (coverage); none: 1.6 / `num_groups`", 0, 1
     )
+    output_steps: int = integer(0, "further steps for each layer, by what its output loses (coverage)")
+    output_learning_rate: float = number(1e-3, "of those")
 
     def __post_init__(self) -> None:
         check_fields(self)
