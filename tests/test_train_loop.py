@@ -350,7 +350,8 @@ def shrunk(chosen):
     )
     start = chosen.start
     if start is not None:
-        start = dataclasses.replace(start, blocks=1, length=64, steps=1, budget=None if start.budget is None else 0.5)
+        small = {"blocks": 1, "length": 64, "steps": 1, "output_steps": min(1, start.output_steps)}
+        start = dataclasses.replace(start, **small, budget=None if start.budget is None else 0.5)
     focus = dataclasses.replace(chosen.focus, window=8)
     return dataclasses.replace(
         chosen, stages=stages, start=start, focus=focus, precision="fp32", data=Data(held_out=1), evaluate_every=1
@@ -365,6 +366,18 @@ def test_shipped_recipes_run(path, tmp_path):
     assert result.finished and result.steps == len(chosen.stages)
     assert all(torch.isfinite(tensor).all() for tensor in routers(result).values())
     assert result.perplexity.blocks == 1
+
+
+def test_a_start_may_be_all(tmp_path):
+    start = Start(blocks=4, length=64, steps=8, output_steps=8, budget=0.6)
+    chosen = dataclasses.replace(recipe(start=start, evaluate_every=1), stages=())
+    lines = []
+    result = run(tmp_path, chosen, log=lines.append)
+    assert result.finished and result.steps == 0 and result.perplexity.blocks == 2
+    assert any("left of what the window and the sinks alone lose" in line for line in lines)
+    again = run(tmp_path, chosen)
+    assert again.finished
+    assert_same(routers(again), routers(result))
 
 
 def test_a_collapse_is_named_while_it_happens(tmp_path):

@@ -41,6 +41,7 @@ def test_a_recipe_survives_its_dict_and_numbers_without_a_dot(tmp_path):
     ("yaml", "message"),
     [
         ("stages:\n  - learning_rat: 1", r"`stages\[0\]` has no field 'learning_rat': did you mean `learning_rate`\?"),
+        ("stages: []\nstart:", "without `stages` and without a `start` does nothing"),
         ("stages:\n  - steps: 0", r"`stages\[0\]`: `steps` must be at least 1, got 0"),
         ("stages:\n  - steps: many", "`steps` must be an integer, got 'many'"),
         ("stages:\n  - learning_rate: fast", "`learning_rate` must be a number, got 'fast'"),
@@ -59,7 +60,6 @@ def test_a_recipe_survives_its_dict_and_numbers_without_a_dot(tmp_path):
             "`recluster_every` of 9 steps never comes in a stage of 8",
         ),
         ("stages: 3", "`stages` must be a list"),
-        ("stages: []", "`stages` must be one or more"),
         ("focus: {num_groups: 0}", "`focus`: `num_groups` must be at least 1"),
         ("focus: {windw: 3}", "did you mean `window`"),
         ("start: {how: guess}", "`start`: `how` must be one of"),

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from focus_attn.evaluation.perplexity import Perplexity
+from focus_attn.evaluation.perplexity import Perplexity, block_perplexity
 from focus_attn.hf import text_config
 from focus_attn.model import FocusModel, get_focus_model
 from focus_attn.progress import Progress
@@ -140,6 +140,9 @@ def train(
         position = _begin(run, store, found)
         with _stop_on_signals(run):
             position = _run_stages(run, stages, position, found, tokenizer, callbacks)
+        if not stages and len(held_out):  # the start is all there is to say something of
+            run.perplexity = block_perplexity(focus, held_out)
+            run.say(f"held-out text: {run.perplexity}")
     return _finish(run, position, time.monotonic() - began)
 
 

@@ -36,14 +36,15 @@ def loss_gradients(model: FocusModel, token_blocks: Tensor, progress: Progress |
     def listen(layer_idx: int, out: Tensor) -> None:
         out.register_hook(partial(add, layer_idx))
 
-    blocks = token_blocks[:MOST_BLOCKS, :MOST_TOKENS].to(device)
+    blocks = token_blocks[:MOST_BLOCKS, : max(MOST_TOKENS, 4 * window)].to(device)
     predictions = blocks.shape[1] - 1 - window
     with torch.enable_grad(), _grad_from_embeddings(model) as seen, model.observe_attention(_nothing, listen):
         for done, block in enumerate(blocks, start=1):
             answer = model.base_model.get_decoder()(input_ids=block[None], use_cache=False)  # type: ignore[operator]
             head = Head(model.base_model, answer)
             loss = next_token_loss(head, answer.last_hidden_state[0, window:-1], block[window + 1 :])
-            torch.autograd.grad(loss * predictions, seen.pop())
+            torch.autograd.grad(loss * predictions, seen)
+            seen.clear()
             if progress:
                 progress("asking what the loss minds", done, len(blocks))
     return {layer: _factor(total / (len(blocks) * predictions)) for layer, total in covariance.items()}

@@ -19,10 +19,10 @@ def open_text(
     source: Any, tokenizer: Any, recipe: Recipe, model: FocusModel, progress: Progress | None
 ) -> tuple[TokenStore, Tensor]:
     """The tokens to train on and the blocks to evaluate on, which share nothing."""
-    data, length = recipe.data, recipe.stages[-1].length
+    data, length = recipe.data, list(recipe.lengths().values() or [0])[-1]  # what is served, most likely
     aside = data.held_out * length if recipe.evaluate_every and data.held_out_text is None else 0
     start = 0 if recipe.start is None else recipe.start.blocks * recipe.start.length
-    wanted = max(stage.tokens for stage in recipe.stages) + start + aside
+    wanted = max((stage.tokens for stage in recipe.stages), default=0) + start + aside
     store = open_tokens(source, tokenizer, data, limit=wanted, progress=progress)
     vocabulary = model.base_model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
     check_vocabulary(store, tokenizer, vocabulary)

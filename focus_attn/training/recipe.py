@@ -148,7 +148,7 @@ _FURTHER_OPTIONS = [spec.name for spec in dataclasses.fields(StepOptions) if spe
 class Recipe:
     """A training run. Frozen: use `dataclasses.replace` to vary one."""
 
-    stages: tuple[Stage, ...] = (Stage(),)
+    stages: tuple[Stage, ...] = (Stage(),)  # none: the start is all
     start: Start | None = Start()  # None: the routers go on from where they are
     focus: FocusConfig | None = None  # None: what the model has, else the defaults
     data: Data = Data()
@@ -174,8 +174,10 @@ class Recipe:
             if not isinstance(getattr(self, name), kind | None):
                 raise TypeError(f"`{name}` must be a {kind.__name__} or None, got {getattr(self, name)!r}")
         object.__setattr__(self, "stages", tuple(self.stages))
-        if not self.stages or not all(isinstance(stage, Stage) for stage in self.stages):
-            raise TypeError(f"`stages` must be one or more Stages, got {self.stages!r}")
+        if not all(isinstance(stage, Stage) for stage in self.stages):
+            raise TypeError(f"`stages` must be Stages, got {self.stages!r}")
+        if not self.stages and self.start is None:
+            raise ValueError("a recipe without `stages` and without a `start` does nothing: give one of them")
         if self.focus is not None:
             self.check_lengths(self.focus)
 
