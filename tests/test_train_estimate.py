@@ -10,7 +10,7 @@ from training_runs import CONFIG, recipe, stage
 from focus_attn import get_focus_model
 from focus_attn.training import step
 from focus_attn.training.estimate import estimate_memory
-from focus_attn.training.narrow import Narrow, narrowing
+from focus_attn.training.narrow import narrowing
 
 CPU = torch.device("cpu")
 
@@ -27,7 +27,7 @@ def bytes_kept_for_backward(model, options, length):
 
     def count(tensor):
         packed = pack(tensor)
-        storage = (packed.tensor if isinstance(packed, Narrow) else packed).untyped_storage()
+        storage = packed.tensor.untyped_storage()
         if storage.data_ptr() not in known:
             kept[storage.data_ptr()] = storage.nbytes()
         return packed
@@ -35,7 +35,7 @@ def bytes_kept_for_backward(model, options, length):
     model.train()
     hooks = torch.autograd.graph.saved_tensors_hooks
     with pytest.MonkeyPatch.context() as patch, hooks(count, unpack):
-        patch.setattr(step, "narrow_activations", lambda: hooks(count, unpack))
+        patch.setattr(step, "narrow_activations", lambda model: hooks(count, unpack))
         result = step.training_step(model, tokens(1, length), options=options)
     assert result.loss.requires_grad
     return sum(kept.values())
@@ -74,3 +74,17 @@ def test_checkpointing_and_precision_shrink_it():
     assert half.activations < kept.activations
     assert "without checkpointing" in str(again) and "more than there is" not in str(again)
     assert "more than there is" in str(dataclasses.replace(again, available=1))
+
+
+def test_mixed_precision_keeps_hidden_states_wide_and_weights_twice():
+    model, chosen = make(), stage(length=256, trains="everything")
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    wide, mixed = (
+        estimate_memory(model, recipe(chosen, precision=precision), chosen, CPU) for precision in ("fp32", "bf16")
+    )
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        kept = bytes_kept_for_backward(model, chosen.step_options(), 256)
+    copies = mixed.weights - wide.weights
+    assert copies == 2 * sum(p.numel() for name, p in model.named_parameters() if "focus" not in name)
+    assert 0.5 < (mixed.activations + copies) / kept < 2, (mixed.activations, copies, kept)

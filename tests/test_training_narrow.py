@@ -1,16 +1,18 @@
 """Copies in fp32 of half-precision hidden states are kept for the backward in half precision."""
 
+import gc
 import weakref
 from contextlib import nullcontext
 
 import pytest
 import torch
 from tiny import tiny_model, tokens
+from torch.autograd.graph import saved_tensors_hooks
 from training_runs import CONFIG
 
 from focus_attn import get_focus_model
 from focus_attn.training import step
-from focus_attn.training.narrow import narrow_activations, widened_from
+from focus_attn.training.narrow import narrow_activations, narrowing, widened_from
 from focus_attn.training.step import StepOptions, training_step
 
 
@@ -24,8 +26,8 @@ def normed(x):
 def test_the_wide_copy_is_let_go_and_gradients_are_the_same_bits(dtype):
     start = torch.randn(5, 64).to(dtype).requires_grad_()
     grads, alive = [], []
-    for context in (nullcontext, narrow_activations):
-        with context():
+    for context in (nullcontext(), saved_tensors_hooks(*narrowing())):
+        with context:
             out, wide = normed(start * 3)
         alive.append(wide() is not None)
         grads.append(torch.autograd.grad(out, start, torch.ones_like(out))[0])
@@ -45,7 +47,7 @@ def test_only_copies_of_half_precision_are_narrowed():
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_training_step_learns_the_same(checkpointing, monkeypatch):
     ids, learned = tokens(2, 48), []
-    for context in (narrow_activations, nullcontext):
+    for context in (narrow_activations, lambda model: nullcontext()):
         monkeypatch.setattr(step, "narrow_activations", context)
         model = get_focus_model(tiny_model().bfloat16(), CONFIG).train()
         if checkpointing:
@@ -53,3 +55,34 @@ def test_a_training_step_learns_the_same(checkpointing, monkeypatch):
         training_step(model, ids, options=StepOptions(probes=4)).loss.backward()
         learned.append([p.grad for p in model.parameters() if p.grad is not None])
     assert learned[0] and all(torch.equal(a, b) for a, b in zip(*learned, strict=True))
+
+
+def test_results_that_operators_keep_are_let_go_without_a_backward():
+    x = torch.randn(4, 8, requires_grad=True)
+    with saved_tensors_hooks(*narrowing()):
+        y = x.exp().softmax(-1)
+    kept = weakref.ref(y)
+    del y
+    gc.collect()
+    assert kept() is None
+
+
+def test_what_was_written_to_is_neither_narrowed_nor_used():
+    x = torch.randn(4, requires_grad=True)
+    with saved_tensors_hooks(*narrowing()):
+        y = x * 2
+        z = y * y
+    y.detach().add_(5)
+    with pytest.raises(RuntimeError, match="written to in place"):
+        torch.autograd.grad(z.sum(), x)
+    half = torch.randn(4, dtype=torch.bfloat16, requires_grad=True)
+    with saved_tensors_hooks(*narrowing()):
+        wide = (half * 1).float()
+        with torch.no_grad():
+            wide.mul_(1.1)
+        square = wide * wide
+    assert torch.equal(torch.autograd.grad(square.sum(), half)[0], (2 * wide).to(torch.bfloat16).detach())
+
+
+def test_models_in_full_precision_have_no_hooks():
+    assert isinstance(narrow_activations(tiny_model()), nullcontext)

@@ -65,6 +65,23 @@ def test_gradients_of_keys_in_parts(seed: int, memory: int, monkeypatch: pytest.
         assert worst(got, want) <= 1e-5 * max(1.0, float(want.abs().max())), f"{name}: {case}"
 
 
+@pytest.mark.parametrize("sizes", [(3, 0), (0, 5)], ids=str)
+def test_where_there_is_nothing_to_see_nothing_is_learned(
+    sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sorted_rows, "memory", lambda device: 1 << 37)
+    tensors = [torch.randn(1, 2, n, 16, device=DEVICE, requires_grad=True) for n in (sizes[0], sizes[1], sizes[1])]
+    query, key = (torch.zeros(1, 1, n, 1, dtype=torch.long, device=DEVICE) for n in sizes)
+    gates = [torch.zeros(1, 1, n, 3, device=DEVICE, requires_grad=True) for n in sizes]
+    query_positions, key_positions = (torch.arange(n, device=DEVICE)[None] for n in sizes)
+    out = focus_attention(
+        *tensors, query, key, num_groups=3, window=2, backend="triton", query_gate=gates[0], key_gate=gates[1],
+        query_positions=query_positions, key_positions=key_positions,
+    )  # fmt: skip
+    grads = torch.autograd.grad(out.sum(), [*tensors, *gates])
+    assert all(grad.shape == x.shape and not grad.any() for grad, x in zip(grads, [*tensors, *gates], strict=True))
+
+
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("seed", range(50_000, 50_000 + SEEDS))
 def test_half_precision_loses_no_more_than_twice_what_plain_pytorch_loses(seed: int, dtype: torch.dtype) -> None:

@@ -80,6 +80,8 @@ def triton_backward(call: AttentionCall, grad: Tensor, out: Tensor, lse: Tensor)
     if call.sink_logits is not None:
         sink_grad = sink_logits_grad(grad, out, lse, call.sink_logits)
     call = with_ids_in_a_row(call)
+    if 0 in (call.q.shape[2], call.k.shape[2]):
+        return _no_gradients(call, sink_grad)
     setup = setup_for(call, grad, out)
     rows = _query_rows(setup, grad, out, lse)
     if square.serves(call, setup):
@@ -316,7 +318,8 @@ def _sorted_copies(far: _Pass) -> Iterator[tuple[int, Sorted]]:
     assert plan is not None
     (batch, heads, num_queries, width), kv_heads, device = call.q.shape, call.k.shape[1], call.q.device
     routers, group = call.query_groups.shape[1], setup.heads_a_key
-    step = setup.once("backward step", lambda: sorted_rows.heads_at_once(call, 4))
+    copies_like_q = 2 + ceil_div(2 * call.key_groups.shape[-1], group)
+    step = setup.once("backward step", lambda: sorted_rows.heads_at_once(call, copies_like_q))
     k, v = room_for_keys(call, step, plan.key_slots.shape[-1])
     q, grad = (
         torch.empty(batch, step, num_queries, group, x.shape[-1], dtype=x.dtype, device=device)
@@ -402,6 +405,13 @@ def _sum_or_only(x: Tensor, dim: int) -> Tensor:
 
 def _like(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _no_gradients(call: AttentionCall, sink_grad: Tensor | None) -> Gradients:
+    """Of a call without queries, or whose queries see nothing."""
+    gates = (None if x is None else _zeros(call, *x.shape) for x in (call.query_gate, call.key_gate))
+    q, k, v = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (call.q, call.k, call.v))
+    return Gradients(q, k, v, sink_grad, *gates)
 
 
 def _zeros(call: AttentionCall, *shape: int) -> Tensor:

@@ -74,11 +74,11 @@ def estimate_memory(
     tokens = stage.micro_batch * stage.length
     focus = model.focus_config
     assignments = 4 * ASSIGNMENTS * focus.num_routers(kv_heads) * focus.num_groups
+    mixed = recipe.trains_base and item == 2  # fp32 weights and hidden states, products in bf16
     # Two norms and the router; queries, keys, values and the output; a gated MLP.
-    kept = 3 * width + 2 * (heads + kv_heads) * head_dim + 3 * inner
+    layer = (4 if mixed else item) * 3 * width + item * (2 * (heads + kv_heads) * head_dim + 3 * inner) + assignments
     if everything:  # the inputs of linear layers, and what norms scale
-        kept += 4 * width + inner
-    layer = item * kept + assignments
+        layer += item * (4 * width + inner) + (4 * 2 * width if mixed else 0)
     if device.type != "cuda" and item == 2:  # `stock` gives its output in fp32, rounded later
         layer += 4 * heads * head_dim
     between = item * width + assignments
@@ -88,7 +88,8 @@ def estimate_memory(
     vocabulary = model.base_model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
     at_once = LOGITS_AT_ONCE * (MORE_ON_CUDA if device.type == "cuda" else 1)
     return MemoryEstimate(
-        weights=sum(p.nbytes for p in base) // shared + sum(p.nbytes for p in routers),
+        weights=sum(p.nbytes + (item * p.numel() if mixed else 0) for p in base) // shared
+        + sum(p.nbytes for p in routers),
         optimizer=sum(p.nbytes + ADAM_BYTES * p.numel() for p in trained) // (shared if everything else 1),
         activations=min(checked, unchecked) if recipe.gradient_checkpointing else unchecked,
         activations_unchecked=unchecked,

@@ -8,10 +8,11 @@ narrowed when it is kept and widened when the backward asks for it, to the same 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -19,32 +20,44 @@ WIDENING = "ToCopyBackward0"
 HALVES = (torch.bfloat16, torch.float16)
 
 
-class Narrow(NamedTuple):
-    """Stands for its tensor in fp32."""
+class Kept(NamedTuple):
+    """What stands for a tensor until the backward asks for it. Not the tensor itself: an operator that keeps its own
+    result would then hold on to it for ever."""
 
     tensor: Tensor
+    version: int  # of the tensor's memory: PyTorch looks whether it was written to only where there are no hooks
+    narrowed: bool
 
 
-def narrow_activations() -> saved_tensors_hooks:
-    """A context for a forward. Gradient checkpointing, which keeps nothing of the kind, goes its own way inside it."""
+def narrow_activations(model: nn.Module) -> AbstractContextManager[object]:
+    """A context for a forward of a model, which does something where that has half precision. Only the innermost of
+    such contexts applies: gradient checkpointing, which keeps nothing of the kind, goes its own way inside this one,
+    and hooks outside of it (`save_on_cpu`) rest meanwhile."""
+    if not any(parameter.dtype in HALVES for parameter in model.parameters()):
+        return nullcontext()
     return saved_tensors_hooks(*narrowing())
 
 
-def narrowing() -> tuple[Callable[[Tensor], Tensor | Narrow], Callable[[Tensor | Narrow], Tensor]]:
+def narrowing() -> tuple[Callable[[Tensor], Kept], Callable[[Kept], Tensor]]:
     """What to keep instead of a tensor, and how to have it back."""
-    kept = WeakTensorKeyDictionary()  # several operators keep the same tensor: all of them get one copy
+    narrow = WeakTensorKeyDictionary()  # several operators keep the same tensor: all of them get one copy
 
-    def pack(x: Tensor) -> Tensor | Narrow:
+    def pack(x: Tensor) -> Kept:
         dtype = widened_from(x)
         if dtype is None:
-            return x
-        narrow = kept.get(x)
-        if narrow is None:
-            narrow = kept[x] = x.detach().to(dtype)
-        return Narrow(narrow)
+            return Kept(x.detach(), x._version, narrowed=False)
+        copy = narrow.get(x)
+        if copy is None:
+            copy = narrow[x] = x.detach().to(dtype)
+        return Kept(copy, copy._version, narrowed=True)
 
-    def unpack(packed: Tensor | Narrow) -> Tensor:
-        return packed.tensor.to(torch.float32) if isinstance(packed, Narrow) else packed
+    def unpack(kept: Kept) -> Tensor:
+        if kept.tensor._version != kept.version:
+            raise RuntimeError(
+                "a tensor that the backward needs was written to in place after the forward (version "
+                f"{kept.tensor._version}, kept was {kept.version}): {list(kept.tensor.shape)}, {kept.tensor.dtype}"
+            )
+        return kept.tensor.to(torch.float32) if kept.narrowed else kept.tensor
 
     return pack, unpack
 
@@ -52,6 +65,8 @@ def narrowing() -> tuple[Callable[[Tensor], Tensor | Narrow], Callable[[Tensor |
 def widened_from(x: Tensor) -> torch.dtype | None:
     """The half precision that x has its values from, if it is nothing but a copy of such a tensor in fp32."""
     if x.dtype != torch.float32 or x.grad_fn is None or type(x) is not Tensor or x.grad_fn.name() != WIDENING:
+        return None
+    if x._version:  # written to since
         return None
     source, output = x.grad_fn.next_functions[0]
     made = getattr(source, "_input_metadata", None)  # of what the operator before gave

@@ -107,7 +107,7 @@ def training_step(
     # How many there are has to be read from the device: before it has anything to do, or the host would wait for it.
     predicted, targets = _to_predict(packing, input_ids if labels is None else labels, window)
     watch = RoutingWatch(_probe(options, exploration_left, input_ids, window), options.stop_gradient)
-    with watch.watching(model), narrow_activations():
+    with watch.watching(model), narrow_activations(model.base_model):
         answer = _run_decoder(model, input_ids, packing)
     hidden = _pick(answer, predicted)
     head = Head(model.base_model, answer)
