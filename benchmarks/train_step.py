@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from adapter_figures import blocks, documents
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 from focus_attn import load_default_model
@@ -25,6 +25,7 @@ from focus_attn.bench.record import write_json
 from focus_attn.bench.timing import Contender, Measured, race
 from focus_attn.model import FocusModel
 from focus_attn.training.checkpoint import base_parameters
+from focus_attn.training.loss_gradients import grad_from_embeddings
 from focus_attn.training.step import StepOptions, training_step
 from focus_attn.training.token_losses import Head, next_token_loss
 from focus_attn.zoo import cast_parameters
@@ -39,16 +40,11 @@ def focus_step(model: FocusModel, ids: Tensor) -> None:
 
 
 def dense_step(model: FocusModel, ids: Tensor) -> None:
-    embeddings: nn.Module = model.base_model.get_input_embeddings()  # type: ignore[operator]
-    hook = embeddings.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
-    try:
-        with model.disable_focus():
-            answer = model.base_model.get_decoder()(input_ids=ids, use_cache=False)  # type: ignore[operator]
-            window = model.focus_config.window
-            hidden, targets = answer.last_hidden_state[:, window:-1].flatten(0, 1), ids[:, window + 1 :].flatten()
-            next_token_loss(Head(model.base_model, answer), hidden, targets).backward()
-    finally:
-        hook.remove()
+    with grad_from_embeddings(model.base_model), model.disable_focus():
+        answer = model.base_model.get_decoder()(input_ids=ids, use_cache=False)  # type: ignore[operator]
+        window = model.focus_config.window
+        hidden, targets = answer.last_hidden_state[:, window:-1].flatten(0, 1), ids[:, window + 1 :].flatten()
+        next_token_loss(Head(model.base_model, answer), hidden, targets).backward()
 
 
 def contenders(model: FocusModel, ids: Tensor) -> list[Contender]:

@@ -12,7 +12,7 @@ from focus_attn.training import fit_coverage
 from focus_attn.training.layer_fit import ObservedLayer, scores_by_side
 from focus_attn.training.loss_gradients import loss_gradients
 from focus_attn.training.observe import observe_layers
-from focus_attn.training.output_fit import assignments, cost, fit_output, make_lesson, output
+from focus_attn.training.output_fit import assignments, cost, cost_of_nearness, fit_output, make_lesson, output
 
 CONFIG = FocusConfig(num_groups=4, window=4, num_sinks=1, router_dim=8)
 
@@ -101,8 +101,9 @@ def test_the_fit_loses_less(choices):
     for focus_layer in model.focus_layers():
         index, router = focus_layer.spec.layer_idx, focus_layer.router
         layer = ObservedLayer(index, router, seen[index])
+        alone = cost_of_nearness(layer, factors[index])
         before, after = (
-            fit_output(layer, factors[index], steps, 5e-3, 0, far_budget=0.35, cap=0.5) for steps in (0, 60)
+            fit_output(layer, factors[index], alone, steps, 5e-3, 0, far_budget=0.35, cap=0.5) for steps in (0, 60)
         )
         assert 0 <= after < before < 1.5
         lesson = make_lesson(seen[index][0], config.window, config.num_sinks)

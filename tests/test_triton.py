@@ -11,7 +11,7 @@ from attention_cases import Case, plain_attention, random_case
 from test_attention import NAMES, worst
 
 from focus_attn import focus_attention
-from focus_attn.attention import call, launch, sorted_rows, triton_backward
+from focus_attn.attention import backward_copies, call, launch, sorted_rows
 from focus_attn.attention.backends import reason_against
 
 pytest.importorskip("triton")
@@ -56,8 +56,8 @@ def test_fp32_matches_the_oracle(seed: int, gates: bool) -> None:
 @pytest.mark.parametrize("seed", range(45_000, 45_000 + SEEDS))
 def test_gradients_of_keys_in_parts(seed: int, memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long walks over the queries of a group are cut; a key's parts are those that its queries lie in."""
-    monkeypatch.setattr(triton_backward, "ROWS_A_PART", 16)
-    monkeypatch.setattr(triton_backward, "MOST_PARTS", 3)
+    monkeypatch.setattr(backward_copies, "ROWS_A_PART", 16)
+    monkeypatch.setattr(backward_copies, "MOST_PARTS", 3)
     monkeypatch.setattr(sorted_rows, "memory", lambda device: memory)
     case = case_for(seed, gates=True)
     grad = torch.randn(*case.q.shape[:3], case.v.shape[-1], device=DEVICE)

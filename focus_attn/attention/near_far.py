@@ -17,7 +17,7 @@ from focus_attn.attention.call import AttentionCall
 from focus_attn.attention.device_plan import FarPlan, NearPlan, places, plan_far, plan_near
 from focus_attn.attention.forward_kernels import far_kernel, near_kernel
 from focus_attn.attention.launch import Setup, Tile, ceil_div, fitting, power_of_2, shared_memory
-from focus_attn.attention.sorted_rows import Copy, room_for, sort_rows
+from focus_attn.attention.sorted_rows import Copy, room_for, sort_rows_alike
 from focus_attn.attention.triton_plan import CountedPlan
 from focus_attn.visibility import EVERYTHING
 
@@ -163,12 +163,7 @@ def room_for_keys(call: AttentionCall, kv_heads: int, entries: int) -> tuple[Ten
 
 
 def sort_keys(call: AttentionCall, setup: Setup, slots: Tensor, k: Tensor, v: Tensor, first_head: int) -> None:
-    keys, values = Copy(call.k, k, first_head, slots), Copy(call.v, v, first_head, slots)
-    if k.shape[-1] == v.shape[-1]:
-        sort_rows(setup, "k, v", keys, values)
-    else:
-        sort_rows(setup, "k", keys)
-        sort_rows(setup, "v", values)
+    sort_rows_alike(setup, ("k", "v"), Copy(call.k, k, first_head, slots), Copy(call.v, v, first_head, slots))
 
 
 def can_meet_twice(call: AttentionCall) -> bool:

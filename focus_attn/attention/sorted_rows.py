@@ -141,6 +141,15 @@ def sort_rows(setup: Setup, name: str, *copies: Copy) -> None:
     setup.launch(("sort", name), _sort_kernel, layout.grid, arguments, lambda: layout.constants)
 
 
+def sort_rows_alike(setup: Setup, names: tuple[str, str], one: Copy, other: Copy) -> None:
+    """Two copies, in one launch where they have one width."""
+    if one.to.shape[-1] == other.to.shape[-1]:
+        sort_rows(setup, ", ".join(names), one, other)
+    else:
+        sort_rows(setup, names[0], one)
+        sort_rows(setup, names[1], other)
+
+
 def _layout(copies: tuple[Copy, ...]) -> _Layout:
     contiguous = all(copy.x.stride(-1) == 1 for copy in copies)
     all_three = [*copies, *copies[:1] * (3 - len(copies))]

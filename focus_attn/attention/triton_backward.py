@@ -8,70 +8,22 @@ algorithms. Far walks over copies in the order of the groups, of a few KV heads 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from focus_attn.attention import sorted_rows, square, triton_plan
-from focus_attn.attention.backward_kernels import (
-    add_parts_kernel,
-    delta_kernel,
-    key_side_kernel,
-    query_side_kernel,
-    sink_kernel,
-    sort_rows_kernel,
-)
+from focus_attn.attention.backward_copies import Row, Sorted, add_parts, rows_of, sorted_copies
+from focus_attn.attention.backward_kernels import key_side_kernel, query_side_kernel, sink_kernel
 from focus_attn.attention.call import AttentionCall
 from focus_attn.attention.device_plan import FarPlan, places, plan_far, plan_near, seen_by
 from focus_attn.attention.launch import Setup, ceil_div, power_of_2, setup_for, with_ids_in_a_row
 from focus_attn.attention.merge import sink_logits_grad
-from focus_attn.attention.near_far import (
-    Seed,
-    can_meet_twice,
-    has_far_pairs,
-    room_for_keys,
-    rows_and_strides,
-    set_bits,
-    sort_keys,
-    tile_for,
-)
-from focus_attn.attention.sorted_rows import Copy, sort_rows
+from focus_attn.attention.near_far import Seed, can_meet_twice, has_far_pairs, rows_and_strides, set_bits, tile_for
 from focus_attn.attention.stock import Gradients
 
 QUERIES_A_STRETCH = 512
-ROWS_AT_ONCE = 256
-MOST_PARTS, ROWS_A_PART = 8, 4096  # of the rows that the keys of a group are met by
-KEYS_AT_ONCE = 64
-
-
-class Row(NamedTuple):
-    """What both sides read of a query beside its vectors. The logsumexp is in base 2, inf if it saw nothing."""
-
-    lse: Tensor  # [B, H, Tq] fp32
-    delta: Tensor  # [B, H, Tq] fp32: dO . O
-
-
-class Parts(NamedTuple):
-    """What stretches of the rows give to the keys, [number, B, kv_heads, Tk, ...] fp32."""
-
-    number: int
-    stretch: int
-    k: Tensor
-    v: Tensor
-    sums: Tensor
-
-
-class Sorted(NamedTuple):
-    """Copies in the order of a far plan, of a run of KV heads."""
-
-    first_head: int
-    kv_heads: int
-    keys: tuple[Tensor, Tensor]  # k, v [B, lines, entries, heads a line, D]
-    queries: tuple[Tensor, Tensor]  # q, dO [B, kv_heads, Tq, G, D], of one visit
-    rows: Row  # [B, kv_heads, Tq, G]
-    parts: Parts | None  # None where one program walks over all rows that meet its keys
 
 
 def triton_backward(call: AttentionCall, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
@@ -83,29 +35,13 @@ def triton_backward(call: AttentionCall, grad: Tensor, out: Tensor, lse: Tensor)
     if 0 in (call.q.shape[2], call.k.shape[2]):
         return _no_gradients(call, sink_grad)
     setup = setup_for(call, grad, out)
-    rows = _query_rows(setup, grad, out, lse)
+    rows = rows_of(setup, grad, out, lse)
     if square.serves(call, setup):
         total = _square_backward(call, setup, grad, out, lse, rows)
     else:
         total = _backward(call, setup, grad, rows)
     total.sink_logits = sink_grad
     return total
-
-
-def _query_rows(setup: Setup, grad: Tensor, out: Tensor, lse: Tensor) -> Row:
-    batch, heads, num_queries, width = out.shape
-    grad, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad, out))
-    rows = Row(*(torch.empty(batch, heads, num_queries, dtype=torch.float32, device=grad.device) for _ in range(2)))
-    block = 64
-    setup.launch(
-        "delta", delta_kernel, (ceil_div(num_queries, block), heads, batch),
-        (
-            grad, out, lse.contiguous(), rows.delta, rows.lse,
-            *grad.stride()[:3], *out.stride()[:3], num_queries, heads,
-        ),
-        lambda: {"DV": width, "BLOCK_DV": power_of_2(width), "BLOCK_M": block},
-    )  # fmt: skip
-    return rows
 
 
 class _Pass:
@@ -164,10 +100,8 @@ class _Pass:
         parts = (self.nothing, self.nothing) if seed is None else (seed.places, seed.out)
         (k, v), strides = (self.k, self.v), self.strides
         if copies is not None:
-            (k, v), strides = (
-                copies.keys,
-                (*strides[:3], *(y for x in copies.keys for y in sorted_rows.strides(x)), *strides[9:]),
-            )
+            k, v = copies.keys
+            strides = (*strides[:3], *sorted_rows.strides(k), *sorted_rows.strides(v), *strides[9:])
         arguments = (
             self.q, k, v, self.grad, *self.rows, dq, dq if into is None else into,
             self.nothing if sums is None else sums,
@@ -190,11 +124,10 @@ class _Pass:
         (q, grad), rows, strides = (self.q, self.grad), self.rows, self.strides
         if copies is not None:
             (q, grad), rows = copies.queries, copies.rows
-            strides = (*_packed_strides(q), *strides[3:9], *_packed_strides(grad))
+            strides = (*copies.row_strides(q), *strides[3:9], *copies.row_strides(grad))
         choices = self.call.key_groups.shape[-1] if self.far else 1
-        count, stretch = (
-            (1, 0) if copies is None or copies.parts is None else (copies.parts.number, copies.parts.stretch)
-        )
+        cut = None if copies is None else copies.parts
+        count, stretch = (1, 0) if cut is None else (cut.number, cut.stretch)
         atomic = choices > 1 and not torch.are_deterministic_algorithms_enabled()
         for turn in range(1 if atomic else choices):
             arguments = (
@@ -206,24 +139,6 @@ class _Pass:
                 "key", key_side_kernel, planned[1].shape[-1] if self.far else self.call.k.shape[2], heads, arguments,
                 parts=count, PLAIN=plain, SQUARE=seed is not None, CHOICES=choices, ATOMIC=atomic, PARTS=count > 1,
             )  # fmt: skip
-
-    def add_parts(
-        self, copies: Sorted, keys: tuple[Tensor, Tensor], into: tuple[Tensor, Tensor], sums: Tensor, met: Tensor,
-        visit: int,
-    ) -> None:  # fmt: skip
-        """keys: dk and dv as they are without the parts. into: where they go with them."""
-        assert copies.parts is not None and self.far is not None
-        _, stretch, *parts = copies.parts
-        (batch, kv_heads, num_keys, _), routers = self.call.k.shape, self.call.query_groups.shape[1]
-        sizes = {name: self.setup.sizes[name] for name in ("G", "D", "DV", "BLOCK_D", "BLOCK_DV")}
-        self.setup.launch(
-            ("add parts", into is keys), add_parts_kernel, (ceil_div(num_keys, KEYS_AT_ONCE), copies.kv_heads, batch),
-            (
-                *keys, *into, sums, *parts, self.far.key_slots, met,
-                num_keys, kv_heads, copies.first_head, routers, visit, stretch,
-            ),
-            lambda: {"VISITS": self.flags["VISITS"], **sizes, "BLOCK": KEYS_AT_ONCE},
-        )  # fmt: skip
 
     def _sink_sums(self, first_head: int, heads: int, ids: Tensor, square: bool) -> tuple[Tensor, Tensor]:
         """dk and dv [B, heads, num_sinks, D] fp32 that the sinks get from queries beyond the window."""
@@ -295,7 +210,7 @@ def _far_backward(
     into = _like(call.q) if finish else total.q
     planned = (*slots, met, met, far.key_starts, far.key_entries)
     keys_into: tuple[Tensor, Tensor] | None = None
-    for visit, copies in _sorted_copies(passes):
+    for visit, copies in sorted_copies(call, setup, far, (passes.q, passes.grad), rows):
         queries = (*slots, far.ranges, far.ranges, far.group_starts)
         passes.query_side(total.q, by_query, queries, sets, visit=visit, copies=copies, into=into)
         if copies.parts is None:
@@ -304,7 +219,8 @@ def _far_backward(
         passes.key_side(*copies.parts[2:], planned, sets, visit=visit, copies=copies)
         keys_into = keys_into or (_like(call.k), _like(call.v))
         keys = total.k, total.v
-        passes.add_parts(copies, keys, keys_into if visit == query_k - 1 else keys, by_key, met, visit)
+        to = keys_into if visit == query_k - 1 else keys
+        add_parts(call, setup, far, copies, keys, to, by_key, met, visit)
     total.q = into
     if keys_into is not None:
         total.k, total.v = keys_into
@@ -312,59 +228,9 @@ def _far_backward(
         total.query_gate, total.key_gate = _gate_grads(call, far.key_entries.long(), by_query, by_key)
 
 
-def _sorted_copies(far: _Pass) -> Iterator[tuple[int, Sorted]]:
-    """Every visit of every run of KV heads; a copy is written over when the next is asked for."""
-    call, setup, plan = far.call, far.setup, far.far
-    assert plan is not None
-    (batch, heads, num_queries, width), kv_heads, device = call.q.shape, call.k.shape[1], call.q.device
-    routers, group = call.query_groups.shape[1], setup.heads_a_key
-    copies_like_q = 2 + ceil_div(2 * call.key_groups.shape[-1], group)
-    step = setup.once("backward step", lambda: sorted_rows.heads_at_once(call, copies_like_q))
-    k, v = room_for_keys(call, step, plan.key_slots.shape[-1])
-    q, grad = (
-        torch.empty(batch, step, num_queries, group, x.shape[-1], dtype=x.dtype, device=device)
-        for x in (far.q, far.grad)
-    )
-    rows = Row(*(torch.empty(batch, step, num_queries, group, dtype=torch.float32, device=device) for _ in range(2)))
-    parts = _parts(call, setup, step)
-    for first in range(0, kv_heads, step):
-        mine = slice(None) if routers == 1 else slice(first, first + step)
-        sort_keys(call, setup, plan.key_slots[:, mine], k, v, first)
-        for visit in range(plan.query_slots.shape[2]):
-            slots = plan.query_slots[:, mine, visit].expand(batch, step, num_queries)
-            copies = Copy(far.q, q, first * group, slots), Copy(far.grad, grad, first * group, slots)
-            if width == grad.shape[-1]:
-                sort_rows(setup, "q, grad", *copies)
-            else:
-                sort_rows(setup, "q", copies[0])
-                sort_rows(setup, "grad", copies[1])
-            setup.launch(
-                "sort rows", sort_rows_kernel, (ceil_div(num_queries * group, ROWS_AT_ONCE), step, batch),
-                (*far.rows, *rows, slots, *slots.stride()[:2], num_queries, heads, first),
-                lambda: {"G": group, "BLOCK": ROWS_AT_ONCE},
-            )  # fmt: skip
-            yield visit, Sorted(first, step, (k, v), (q, grad), rows, parts)
-
-
-def _parts(call: AttentionCall, setup: Setup, kv_heads: int) -> Parts | None:
-    """Room for the parts of so many KV heads; None where walks are short, or the room would not be small."""
-    batch, num_keys, device = call.k.shape[0], call.k.shape[2], call.k.device
-    rows, widths = call.q.shape[2] * setup.heads_a_key, (call.k.shape[-1], call.v.shape[-1])
-    number = min(MOST_PARTS, rows // ROWS_A_PART)
-    if room := sorted_rows.small(device):
-        number = min(number, room // (4 * batch * kv_heads * num_keys * sum(widths)))
-    if number < 2 or call.key_groups.shape[-1] > 1:
-        return None
-
-    def part(*shape: int) -> Tensor:
-        return torch.empty(number, batch, kv_heads, num_keys, *shape, dtype=torch.float32, device=device)
-
-    return Parts(number, ceil_div(rows, number), part(widths[0]), part(widths[1]), part())
-
-
 def _square_backward(call: AttentionCall, setup: Setup, grad: Tensor, out: Tensor, lse: Tensor, rows: Row) -> Gradients:
     """The groups by cuDNN with the merged output and logsumexp, the rest by the near kernels."""
-    grads = Gradients(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (call.q, call.k, call.v)))
+    grads = Gradients(*map(_like, (call.q, call.k, call.v)))
     near, nothing = _Pass(call, setup, grad, rows), rows.lse
     ids = call.key_groups
     for places_, first, step, (dq, dk, dv) in square.group_gradients(call, setup, grad, out, lse):
@@ -392,11 +258,6 @@ def _gate_grads(call: AttentionCall, key_entries: Tensor, by_query: Tensor, by_k
     key_gate = torch.zeros(call.key_gate.shape, dtype=torch.float32, device=by_key.device)
     key_gate.flatten(2).scatter_add_(-1, place, by_key)
     return query_gate, key_gate
-
-
-def _packed_strides(x: Tensor) -> tuple[int, int, int]:
-    """Of a copy [B, kv_heads, Tq, G, D]: batch, KV head, row (a query and head)."""
-    return x.stride(0), x.stride(1), x.stride(3)
 
 
 def _sum_or_only(x: Tensor, dim: int) -> Tensor:

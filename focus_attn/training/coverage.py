@@ -120,9 +120,9 @@ def fit_coverage(
     minded = loss_gradients(model, token_blocks, progress) if output_steps else {}
     seen = observe_layers(model, token_blocks, queries, seed, progress, values=output_steps > 0)
     layers = [ObservedLayer(layer_idx, router, seen[layer_idx]) for layer_idx, router in routed]
-    if output_steps and sensitivity is None:
-        costs = [cost_of_nearness(layer.seen, layer.router, minded[layer.layer_idx]) for layer in layers]
-        sensitivity = torch.tensor(costs)
+    alone = {layer.layer_idx: cost_of_nearness(layer, minded[layer.layer_idx]) for layer in layers if minded}
+    if alone and sensitivity is None:
+        sensitivity = torch.tensor(list(alone.values()))
     budgets = [far_budget] * len(routed) if sensitivity is None else share_budget(far_budget, sensitivity)
     far_budgets = dict(zip((layer.layer_idx for layer in layers), budgets, strict=True))
     device = next(model.parameters()).device
@@ -136,7 +136,16 @@ def fit_coverage(
         if not output_steps:
             return fitted
         lost = [
-            fit_output(layer, minded[layer.layer_idx], output_steps, output_learning_rate, seed, far, cap)
+            fit_output(
+                layer,
+                minded[layer.layer_idx],
+                alone[layer.layer_idx],
+                output_steps,
+                output_learning_rate,
+                seed,
+                far,
+                cap,
+            )
             for layer, far in zip(together, own, strict=True)
         ]
         fitted = LayersTrainer(together, steps, learning_rate, seed, cap).measure()

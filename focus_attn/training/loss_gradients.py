@@ -38,7 +38,7 @@ def loss_gradients(model: FocusModel, token_blocks: Tensor, progress: Progress |
 
     blocks = token_blocks[:MOST_BLOCKS, : max(MOST_TOKENS, 4 * window)].to(device)
     predictions = blocks.shape[1] - 1 - window
-    with torch.enable_grad(), _grad_from_embeddings(model) as seen, model.observe_attention(_nothing, listen):
+    with torch.enable_grad(), grad_from_embeddings(model.base_model) as seen, model.observe_attention(_nothing, listen):
         for done, block in enumerate(blocks, start=1):
             answer = model.base_model.get_decoder()(input_ids=block[None], use_cache=False)  # type: ignore[operator]
             head = Head(model.base_model, answer)
@@ -60,7 +60,7 @@ def _factor(covariance: Tensor) -> Tensor:
 
 
 @contextmanager
-def _grad_from_embeddings(model: FocusModel) -> Iterator[list[Tensor]]:
+def grad_from_embeddings(model: nn.Module) -> Iterator[list[Tensor]]:
     """Inside, every forward has a graph from its embeddings on; they are put into the list."""
     seen: list[Tensor] = []
 
@@ -68,7 +68,7 @@ def _grad_from_embeddings(model: FocusModel) -> Iterator[list[Tensor]]:
         seen.append(output.detach().requires_grad_())
         return seen[-1]
 
-    embeddings: nn.Module = model.base_model.get_input_embeddings()  # type: ignore[operator]
+    embeddings: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
     handle = embeddings.register_forward_hook(hook)
     try:
         yield seen

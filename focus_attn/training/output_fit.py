@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from focus_attn.layer import AttentionInputs
-from focus_attn.router import Router
 from focus_attn.training.layer_fit import CROWDING_WEIGHT, ObservedLayer, scores_by_side
 from focus_attn.training.objectives import crowding
 from focus_attn.training.observe import Observation
@@ -40,12 +39,12 @@ class Lesson(NamedTuple):
 
 def make_lesson(seen: Observation, window: int, num_sinks: int) -> Lesson:
     inputs, positions = seen.inputs, seen.positions
-    attention = _attention(inputs, positions)
-    keys = torch.arange(attention.shape[-1], device=positions.device)
+    keys = torch.arange(inputs.k.shape[2], device=positions.device)
     distance = positions[:, None] - keys
     reachable = distance >= 0
     if inputs.sliding_window is not None:
         reachable &= distance < inputs.sliding_window
+    attention = _attention(inputs, reachable)
     near = reachable & ((distance <= window) | (keys < num_sinks))
     v = inputs.v[0][:, None]
     elsewhere = 1 - attention.float().sum(-1, keepdim=True)
@@ -55,17 +54,13 @@ def make_lesson(seen: Observation, window: int, num_sinks: int) -> Lesson:
     return lesson._replace(output=output(lesson, reachable.to(attention.dtype)[None]))
 
 
-def _attention(inputs: AttentionInputs, positions: Tensor) -> Tensor:
-    """[Hkv, G, n, T] in the model's dtype."""
+def _attention(inputs: AttentionInputs, reachable: Tensor) -> Tensor:
+    """[Hkv, G, n, T] in the model's dtype. reachable: [n, T]."""
     q, k = inputs.q[0], inputs.k[0]
     scores = (q.unflatten(0, (k.shape[0], -1)) @ k[:, None].transpose(-1, -2)).float() * inputs.scale
     if inputs.softcap is not None:
         scores = inputs.softcap * torch.tanh(scores / inputs.softcap)
-    distance = positions[:, None] - torch.arange(k.shape[1], device=k.device)
-    hidden = distance < 0
-    if inputs.sliding_window is not None:
-        hidden |= distance >= inputs.sliding_window
-    scores = scores.masked_fill(hidden, -math.inf)
+    scores = scores.masked_fill(~reachable, -math.inf)
     lse = scores.logsumexp(-1, keepdim=True)
     if inputs.sink_logits is not None:
         lse = torch.logaddexp(lse, inputs.sink_logits.float().view(*scores.shape[:2], 1, 1))
@@ -85,12 +80,11 @@ def cost(lesson: Lesson, visible: Tensor, factor: Tensor) -> Tensor:
     return (output(lesson, visible) - lesson.output).matmul(factor).square().sum(-1).mean() / 2
 
 
-def cost_of_nearness(seen: list[Observation], router: Router, factor: Tensor) -> float:
+def cost_of_nearness(layer: ObservedLayer, factor: Tensor) -> float:
     """What it costs to see the window and the sinks alone: what there is to win."""
-    config = router.config
-    lessons = (make_lesson(one, config.window, config.num_sinks) for one in seen)
-    costs = [cost(lesson, lesson.near[None], factor).item() for lesson in lessons]
-    return sum(costs) / len(costs)
+    config = layer.router.config
+    lessons = (make_lesson(one, config.window, config.num_sinks) for one in layer.seen)
+    return sum(cost(lesson, lesson.near[None], factor).item() for lesson in lessons) / len(layer.seen)
 
 
 def assignments(scores: Tensor, k: int) -> Tensor:
@@ -104,14 +98,21 @@ def assignments(scores: Tensor, k: int) -> Tensor:
 
 
 def fit_output(
-    layer: ObservedLayer, factor: Tensor, steps: int, learning_rate: float, seed: int, far_budget: float, cap: float
+    layer: ObservedLayer,
+    factor: Tensor,
+    alone: float,
+    steps: int,
+    learning_rate: float,
+    seed: int,
+    far_budget: float,
+    cap: float,
 ) -> float:
-    """Fit the layer's router, from where it is. -> what is still lost, as a share of what nearness alone loses."""
-    router, config = layer.router, layer.router.config
-    lessons = [make_lesson(one, config.window, config.num_sinks) for one in layer.seen]
-    alone = sum(cost(lesson, lesson.near[None], factor).item() for lesson in lessons) / len(lessons)
+    """Fit the layer's router, from where it is. -> what is still lost, as a share of what nearness alone loses, which
+    is `alone`."""
     if not alone > 0:
         return 0.0
+    router, config = layer.router, layer.router.config
+    lessons = [make_lesson(one, config.window, config.num_sinks) for one in layer.seen]
     generator = torch.Generator().manual_seed(seed * 100_003 + layer.layer_idx)
     order = torch.randperm(len(lessons), generator=generator).tolist()
     projection, centroids = (
