@@ -18,7 +18,7 @@ from focus_attn.compare.measure import measure
 from focus_attn.compare.runner import Settings
 from focus_attn.compare.runner import run as run_comparison
 from focus_attn.compare.store import FILE, CellStore, read_cells
-from focus_attn.compare.subject import OutOfTimeError, Workshop, identity_of
+from focus_attn.compare.subject import OutOfTimeError, Workshop, digest, identity_of, plain
 from focus_attn.compare.table import make_rows
 from focus_attn.compare.timing import layer_calls, time_attention
 from focus_attn.evaluation import block_perplexity
@@ -170,6 +170,13 @@ def test_fields_that_came_later_count_where_they_are_used():
     balanced = Stage(steps=3, stop_gradient=True, centroid_rate=0.1, bias_rate=0.0)
     assert {"stop_gradient", "centroid_rate"} <= identity_of(Recipe(stages=(balanced,)))["stages"][0].keys()
     assert identity_of(Recipe(start=None))["start"] is None
+
+
+def test_no_new_field_makes_finished_trainings_others():
+    """Cells are looked up by what trained them: a field that joins a recipe belongs into `LATER`, or every table that
+    was ever run is trained once more."""
+    recipe = Recipe(stages=(Stage(steps=3),), start=Start())
+    assert digest(plain(identity_of(recipe))) == "3dbd9338a5f42524"
 
 
 def test_it_begins_nothing_after_its_time(tmp_path):

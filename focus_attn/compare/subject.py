@@ -176,7 +176,7 @@ class Workshop:
 # Fields that came after cells were first written. At their defaults they change nothing, so runs go on that know
 # nothing of them.
 LATER: dict[type, tuple[str, ...]] = {
-    Start: ("first", "repeats"),
+    Start: ("first", "repeats", "output_steps", "output_learning_rate"),
     Stage: ("repeats", "strange", "stop_gradient", "centroid_rate", "recluster_every"),
 }
 
