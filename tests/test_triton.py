@@ -112,6 +112,28 @@ def test_gradients_of_plain_calls_in_half_precision(query_k: int, routers: int) 
         assert worst(got, want) <= 3e-3 * max(1.0, float(want.abs().max()))
 
 
+@pytest.mark.parametrize("width", [40, 64], ids=["odd width", "odd stride"])
+def test_rows_out_of_step_have_tiles_without_warpgroup_products(width: int) -> None:
+    """Which a compiler gets wrong there (`launch.in_step`)."""
+    inputs = [torch.randn(1, 2, 70, 72, device=DEVICE).half()[..., :width].requires_grad_() for _ in range(3)]
+    ids, results, used = torch.randint(0, 3, (1, 1, 70, 1), device=DEVICE), [], []
+    recorded = launch.launch_variant
+
+    def record(variants, tag, kernel, grid, arguments, constants, warps, stages):  # type: ignore[no-untyped-def]
+        used.append({name: constants().get(name) for name in ("BLOCK_M", "BLOCK_N")})
+        recorded(variants, tag, kernel, grid, arguments, constants, warps, stages)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "launch_variant", record)
+        for backend in ("triton", "reference"):
+            out = focus_attention(*inputs, ids, ids, num_groups=3, window=5, num_sinks=2, backend=backend)
+            results.append([out.detach(), *torch.autograd.grad(out.sum(), inputs)])
+    products = [tile for tile in used if None not in tile.values()]
+    assert len(products) >= 6 and all(max(tile.values()) <= 32 for tile in products)
+    for got, want in zip(*results, strict=True):
+        assert worst(got, want) <= 3e-3 * max(1.0, float(want.abs().max()))
+
+
 def test_results_repeat_bit_for_bit() -> None:
     case = case_for(60_001)
     grad = torch.randn(*case.q.shape[:3], case.v.shape[-1], device=DEVICE)

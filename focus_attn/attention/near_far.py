@@ -16,7 +16,7 @@ from focus_attn.attention import bulk, sorted_rows, triton_plan
 from focus_attn.attention.call import AttentionCall
 from focus_attn.attention.device_plan import FarPlan, NearPlan, places, plan_far, plan_near
 from focus_attn.attention.forward_kernels import far_kernel, near_kernel
-from focus_attn.attention.launch import Setup, Tile, ceil_div, fitting, power_of_2, shared_memory
+from focus_attn.attention.launch import Setup, Tile, ceil_div, fitting, in_step, power_of_2, shared_memory
 from focus_attn.attention.sorted_rows import Copy, room_for, sort_rows_alike
 from focus_attn.attention.triton_plan import CountedPlan
 from focus_attn.visibility import EVERYTHING
@@ -202,9 +202,10 @@ def rows_and_strides(
 
 
 def tile_for(kernel: str, call: AttentionCall) -> Tile:
-    """Measured on an H200 in bf16 at 32 heads x 128 and 9 heads x 64; smaller where a row takes more shared memory."""
+    """Measured on an H200 in bf16 at 32 heads x 128 and 9 heads x 64; smaller where a row takes more shared memory, or
+    rows are out of step."""
     width = max(call.q.shape[-1], call.v.shape[-1]) * call.q.element_size()
-    if width > 512:
+    if width > 512 or not in_step(call.q, call.k, call.v):
         return Tile(32, 32, 4, 1)
     if width > 256:
         return Tile(64, 32, 4, 1)

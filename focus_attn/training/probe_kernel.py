@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from focus_attn.attention.launch import Tile, ceil_div, fitting, launch_variant, power_of_2, shared_memory
+from focus_attn.attention.launch import Tile, ceil_div, fitting, in_step, launch_variant, power_of_2, shared_memory
 from focus_attn.visibility import Pattern, Tokens
 
 MOST_GROUPS = 128  # sums by group lie in one tile, which can have no more columns than this
@@ -204,7 +204,7 @@ def serves(q: Tensor, v: Tensor, num_groups: int) -> bool:
 def tile_for(q: Tensor, v: Tensor) -> Tile:
     """Probes (rows) and keys of a tile: what fits beside two stages of q and dO."""
     width = max(power_of_2(q.shape[-1]), power_of_2(v.shape[-1])) * q.element_size()
-    if width > 512:
+    if width > 512 or not in_step(q, v):
         tile = Tile(16, 32, 4, 1)
     elif width > 256:
         tile = Tile(32, 64, 4, 1)
@@ -223,7 +223,7 @@ def gate_gradients(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of both gates, [B, R, T, K] fp32. grad, out [B, H, T, Dv]; q, k, v, lse and ids as in an
     `AttentionCall`. Waits for nothing; launches on the current device."""
-    q, k, v, grad, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, grad, out))
+    q, k, v, grad, out = (x if x.stride(-1) == 1 and in_step(x) else x.contiguous() for x in (q, k, v, grad, out))
     lse, query_ids, key_ids = lse.contiguous(), query_ids.contiguous(), key_ids.contiguous()
     (batch, heads, tokens, width), (kv_heads, value_width), probes = q.shape, v.shape[1::2], len(reach.at)
     routers, groups, blocks = query_ids.shape[1], pattern.num_groups, reach.bounds.shape[-1]
