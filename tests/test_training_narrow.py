@@ -12,7 +12,7 @@ from training_runs import CONFIG
 
 from focus_attn import get_focus_model
 from focus_attn.training import step
-from focus_attn.training.narrow import narrow_activations, narrowing, widened_from
+from focus_attn.training.narrow import narrow_activations, narrowing, norms, widened_from
 from focus_attn.training.step import StepOptions, training_step
 
 
@@ -84,5 +84,29 @@ def test_what_was_written_to_is_neither_narrowed_nor_used():
     assert torch.equal(torch.autograd.grad(square.sum(), half)[0], (2 * wide).to(torch.bfloat16).detach())
 
 
-def test_models_in_full_precision_have_no_hooks():
-    assert isinstance(narrow_activations(tiny_model()), nullcontext)
+def hooks_of(model):
+    return [hook for module in model.modules() for hook in (*module._forward_hooks, *module._forward_pre_hooks)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_of_models_in_half_precision_have_hooks_while_it_runs(dtype):
+    model = tiny_model().to(dtype)
+    with narrow_activations(model):
+        assert len(hooks_of(model)) == (0 if dtype == torch.float32 else 2 * len(list(norms(model))))
+    assert not hooks_of(model)
+    assert [type(norm).__name__ for norm in norms(model)] == ["LlamaRMSNorm"] * 5  # two a layer, and the last
+
+
+def test_an_error_inside_a_norm_leaves_no_hook_behind():
+    model = tiny_model().bfloat16()
+    with pytest.raises(TypeError), narrow_activations(model):
+        next(norms(model))(None, None)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None and not hooks_of(model)
+
+
+def test_hooks_of_others_go_first():
+    packed = []
+    model = tiny_model().bfloat16()
+    with saved_tensors_hooks(lambda x: packed.append(x.dtype) or x, lambda x: x), narrow_activations(model):
+        next(norms(model))(torch.randn(2, 3, model.config.hidden_size).bfloat16().requires_grad_() * 1)
+    assert torch.float32 in packed

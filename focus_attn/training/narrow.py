@@ -7,8 +7,8 @@ narrowed when it is kept and widened when the backward asks for it, to the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -29,13 +29,46 @@ class Kept(NamedTuple):
     narrowed: bool
 
 
-def narrow_activations(model: nn.Module) -> AbstractContextManager[object]:
-    """A context for a forward of a model, which does something where that has half precision. Only the innermost of
-    such contexts applies: gradient checkpointing, which keeps nothing of the kind, goes its own way inside this one,
-    and hooks outside of it (`save_on_cpu`) rest meanwhile."""
+@contextmanager
+def narrow_activations(model: nn.Module) -> Iterator[None]:
+    """A context for a forward of a model, which does something where that has half precision.
+
+    Only what norms keep is looked at: hooks cost the host some ten microseconds a tensor, and a step of short blocks is
+    bound by the host. Where other such hooks are at work (gradient checkpointing, which keeps nothing of the kind, or
+    `save_on_cpu`) they go first.
+    """
     if not any(parameter.dtype in HALVES for parameter in model.parameters()):
-        return nullcontext()
-    return saved_tensors_hooks(*narrowing())
+        yield
+        return
+    pack, unpack = narrowing()
+    open_: list[saved_tensors_hooks] = []
+
+    def enter(*_: object) -> None:
+        if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+            open_.append(saved_tensors_hooks(pack, unpack))
+            open_[-1].__enter__()
+
+    def leave(*_: object) -> None:
+        while open_:
+            open_.pop().__exit__()
+
+    handles = []
+    for norm in norms(model):
+        handles += [norm.register_forward_pre_hook(enter), norm.register_forward_hook(leave, always_call=True)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def norms(model: nn.Module) -> Iterator[nn.Module]:
+    """Modules that look like norms: nothing inside, and no weights but vectors. PyTorch's own widen nothing."""
+    for module in model.modules():
+        if next(module.children(), None) is None and not type(module).__module__.startswith("torch.nn."):
+            shapes = [parameter.dim() for parameter in module.parameters()]
+            if "Norm" in type(module).__name__ or (shapes and max(shapes) == 1):
+                yield module
 
 
 def narrowing() -> tuple[Callable[[Tensor], Kept], Callable[[Kept], Tensor]]:
