@@ -204,6 +204,16 @@ def test_balance_has_a_graph_where_it_counts(weight, monkeypatch):
     assert graphs == [weight > 0] and measures["imbalance"] > 0
 
 
+def test_imbalance_for_the_log_alone_is_that_of_a_part_of_the_tokens(monkeypatch):
+    model, ids, figures = focus(config=CONFIG).train(), tokens(length=96), []
+    for most, weight in ((2048, 0.0), (24, 0.0), (24, 0.3)):
+        monkeypatch.setattr("focus_attn.training.routing_terms.LOGGED_TOKENS", most)
+        measures = step(model, ids, StepOptions(balance_weight=weight, probes=0)).measures
+        figures.append(float(measures["imbalance"].detach()))
+    assert figures[0] == figures[2] != figures[1]  # what is learned from counts every token
+    assert 0.5 < figures[1] / figures[0] < 2
+
+
 def test_gradients_reach_the_routers_and_nothing_else():
     model, ids = focus(config=CONFIG).train(), tokens(length=64)
     step(model, ids, StepOptions(objective="lm+distill", budget=0.2)).loss.backward()

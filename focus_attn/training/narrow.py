@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -62,13 +63,23 @@ def narrow_activations(model: nn.Module) -> Iterator[None]:
             handle.remove()
 
 
-def norms(model: nn.Module) -> Iterator[nn.Module]:
-    """Modules that look like norms: nothing inside, and no weights but vectors. PyTorch's own widen nothing."""
-    for module in model.modules():
-        if next(module.children(), None) is None and not type(module).__module__.startswith("torch.nn."):
-            shapes = [parameter.dim() for parameter in module.parameters()]
-            if "Norm" in type(module).__name__ or (shapes and max(shapes) == 1):
-                yield module
+def norms(model: nn.Module) -> list[nn.Module]:
+    """Modules that look like norms: nothing inside, and no weights but vectors. PyTorch's own widen nothing. Looked for
+    once a model."""
+    found = _norms.get(model)
+    if found is None:
+        found = _norms[model] = [module for module in model.modules() if _looks_like_a_norm(module)]
+    return found
+
+
+_norms: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
+
+
+def _looks_like_a_norm(module: nn.Module) -> bool:
+    if next(module.children(), None) is not None or type(module).__module__.startswith("torch.nn."):
+        return False
+    dimensions = [parameter.dim() for parameter in module.parameters()]
+    return "Norm" in type(module).__name__ or (bool(dimensions) and max(dimensions) == 1)
 
 
 def narrowing() -> tuple[Callable[[Tensor], Kept], Callable[[Kept], Tensor]]:

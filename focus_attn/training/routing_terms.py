@@ -23,12 +23,15 @@ if TYPE_CHECKING:
     from focus_attn.model import FocusModel
 
 
+LOGGED_TOKENS = 2048  # of a row
+
+
 class RoutingTerms(NamedTuple):
     """Means over layers; a layer that is left alone counts in the pairs only."""
 
     pairs_kept: Tensor  # share of the causal pairs, hard in value, with the gradient of the soft assignments
     overfull: Tensor  # how far key groups stand above the cap, relative to it
-    imbalance: Tensor  # KL from Sinkhorn's balance over the batch, both sides
+    imbalance: Tensor  # KL from Sinkhorn's balance over the batch, both sides; of every n-th token if only for the log
     expected_pairs: Tensor  # what the soft assignments would keep; no gradient
     confidence: Tensor  # mean of the surest assignment, both sides; no gradient
     loads: Tensor  # [routed layers, R, K] int64, fewer than R routers filled up with zeros
@@ -86,12 +89,15 @@ def _terms(
     members = group_members(hard_key, packing.real)
     count = PairCount(packing, Pattern(config.num_groups, config.window, config.num_sinks, sliding))
     surest = (query.detach().amax(-1) + key.detach().amax(-1)) / 2 * packing.real[:, None]  # [B, R, T]
-    scores = (scores if balanced else scores.detach()).transpose(-1, -2)
+    scores, real = scores.transpose(-1, -2), packing.real
+    if not balanced:  # a figure for the log: a part of the tokens says it as well
+        every = max(1, scores.shape[2] // LOGGED_TOKENS)
+        scores, real = scores.detach()[:, :, ::every], real[:, ::every]
     terms = [
         count.share(hard_query, hard_key),
         count.share(query.detach(), key.detach()),
         overfull(members, largest_group),
-        sinkhorn_divergence(scores, packing.real, config.temperature, config.sinkhorn_iters, packing.may_be_padded),
+        sinkhorn_divergence(scores, real, config.temperature, config.sinkhorn_iters, packing.may_be_padded),
         surest.sum() / (packing.real.sum().clamp_min(1) * surest.shape[1]),
     ]
     return torch.stack(terms), members.detach()
