@@ -2,10 +2,12 @@
 
 import functools
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from kernel_bounds import bounded
 from test_router_kernel import _teach_interpreter_bf16
 from tiny import focus, tokens
 from torch import Tensor
@@ -31,7 +33,8 @@ def _kernel_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         _teach_interpreter_bf16(monkeypatch)
     # `torch.empty` gives NaN, so that an element nobody wrote is found.
     torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
+    with nullcontext() if ON_GPU else bounded():
+        yield
     torch.use_deterministic_algorithms(False)
 
 

@@ -8,13 +8,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 from attention_cases import Case, plain_attention, random_case
+from kernel_bounds import bounded
 from test_attention import NAMES, worst
 
 from focus_attn import focus_attention
 from focus_attn.attention import backward_copies, call, launch, sorted_rows
 from focus_attn.attention.backends import reason_against
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 SEEDS = 40 if ON_GPU else 6  # the interpreter takes a second a case
@@ -110,6 +112,29 @@ def test_gradients_of_plain_calls_in_half_precision(query_k: int, routers: int) 
         results.append(torch.autograd.grad(out, inputs, grad.to(dtype)))
     for got, want in zip(*results, strict=True):
         assert worst(got, want) <= 3e-3 * max(1.0, float(want.abs().max()))
+
+
+@pytest.mark.skipif(ON_GPU, reason="compute-sanitizer does it there")
+@pytest.mark.parametrize("memory", [0, 1 << 37], ids=["head by head", "at once"])
+@pytest.mark.parametrize("seed", [40_003, 45_001, 50_002, 50_004])
+def test_kernels_stay_inside_their_tensors(seed: int, memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sorted_rows, "memory", lambda device: memory)
+    case = case_for(seed, gates=True)
+    grad = torch.randn(*case.q.shape[:3], case.v.shape[-1])
+    with bounded() as ran:
+        case.run("triton", grad)
+    assert {"near_kernel", "query_side_kernel", "key_side_kernel"} <= set(ran)
+
+
+@pytest.mark.skipif(ON_GPU, reason="the interpreter's own")
+def test_an_address_outside_is_found() -> None:
+    with bounded(), pytest.raises(Exception, match="writes outside of its tensors, 6 addresses of 16"):
+        _write_sixteen[(1,)](torch.zeros(10))
+
+
+@triton.jit
+def _write_sixteen(X):  # type: ignore[no-untyped-def]
+    tl.store(X + tl.arange(0, 16), 1.0)
 
 
 @pytest.mark.parametrize("width", [40, 64], ids=["odd width", "odd stride"])
