@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -14,8 +14,9 @@ from focus_attn.attention.call import AttentionCall
 from focus_attn.attention.dense import is_dense
 from focus_attn.attention.ops import Forward, make_operator
 from focus_attn.attention.reference import reference_attention
-from focus_attn.attention.stock import stock_backward, stock_forward
+from focus_attn.attention.stock import Gradients, stock_backward, stock_forward
 from focus_attn.kernel_use import launching_on
+from focus_attn.visibility import EVERYTHING
 
 _stock = make_operator("stock", stock_forward, stock_backward, unrounded=True, token_major=False)
 
@@ -44,6 +45,23 @@ def choose_backend(call: AttentionCall) -> str:
         chosen = next((name for name in order if reason_against(name, call) is None), "reference")
         call.known["auto"] = chosen
     return chosen
+
+
+class RawBackend(NamedTuple):
+    """A backend without autograd, for those who have a gradient of their own to make of several calls."""
+
+    forward: Callable[[AttentionCall], tuple[Tensor, Tensor]]
+    backward: Callable[[AttentionCall, Tensor, Tensor, Tensor], Gradients]  # the call, dO, merged output and lse
+
+
+def raw_backend(call: AttentionCall) -> RawBackend:
+    """The fastest. Whole causal attention is the business of kernels that exist."""
+    if choose_backend(call) == "triton" and call.pattern.window < EVERYTHING:
+        from focus_attn.attention.triton import triton_forward
+        from focus_attn.attention.triton_backward import triton_backward
+
+        return RawBackend(on_its_device(triton_forward), on_its_device(triton_backward))
+    return RawBackend(stock_forward, stock_backward)
 
 
 def explain(call: AttentionCall) -> list[tuple[str, str]]:
