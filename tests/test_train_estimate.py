@@ -64,6 +64,16 @@ def test_activations_are_within_a_factor_of_two_of_what_is_kept(trains):
     assert 0.5 < estimate.activations / kept < 2, (estimate.activations, kept)
 
 
+@pytest.mark.filterwarnings("ignore:a soft gate")
+@pytest.mark.parametrize("gate", ["additive", "multiplicative"])
+def test_soft_gates_are_within_a_factor_of_two_of_what_is_kept(gate):
+    base, chosen = tiny_model(num_hidden_layers=6, hidden_size=64, intermediate_size=192), stage(length=512)
+    model = get_focus_model(base, dataclasses.replace(CONFIG, gate=gate))
+    estimate = estimate_memory(model, recipe(chosen), chosen, CPU)
+    kept = bytes_kept_for_backward(model, dataclasses.replace(chosen.step_options(), probes=0), 512)
+    assert 0.5 < estimate.activations / kept < 2, (estimate.activations, kept)
+
+
 def test_checkpointing_and_precision_shrink_it():
     model, chosen = make(), stage(length=256)
     kept, again, half = (

@@ -83,16 +83,16 @@ class _Given(NamedTuple):
     pattern: Pattern
     scale: float
 
-    def calls(self, q: Tensor, k: Tensor, v: Tensor, wide_q: Tensor, wide_k: Tensor) -> list[tuple[int, AttentionCall]]:
-        """(sign, call) of the three parts. Ids of two groups that never meet leave what is near."""
+    def calls(self, q: Tensor, k: Tensor, v: Tensor, wide_q: Tensor, wide_k: Tensor) -> list[AttentionCall]:
+        """What is near, plain; all pairs, wide; what is near, wide. Ids of two groups that never meet leave what is
+        near."""
         zero = torch.zeros((), dtype=torch.long, device=q.device)
         ids = zero.expand(q.shape[0], 1, q.shape[2], 1)
         near = Pattern(2, self.pattern.window, self.pattern.num_sinks, self.pattern.sliding_window)
         everything = Pattern(2, EVERYTHING, 0, self.pattern.sliding_window)
-        parts = [(1, q, k, near), (1, wide_q, wide_k, everything), (-1, wide_q, wide_k, near)]
         return [
-            (sign, AttentionCall(queries, keys, v, ids, ids + 1, self.tokens, pattern, self.scale))
-            for sign, queries, keys, pattern in parts
+            AttentionCall(queries, keys, v, ids, ids + 1, self.tokens, pattern, self.scale)
+            for queries, keys, pattern in ((q, k, near), (wide_q, wide_k, everything), (wide_q, wide_k, near))
         ]
 
 
@@ -102,20 +102,19 @@ class _Gated(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, wide_q: Tensor, wide_k: Tensor, sink_logits: Tensor | None,
         given: _Given,
     ) -> Tensor:  # fmt: skip
-        parts = [(sign, *raw_backend(call).forward(call)) for sign, call in given.calls(q, k, v, wide_q, wide_k)]
-        logs = [lse for _, _, lse in parts]
-        if sink_logits is not None:  # mass that goes nowhere
-            logs.append(sink_logits.float()[None, :, None].expand_as(logs[0]))
-        top = torch.stack(logs).amax(0)
-        top = top.masked_fill(top == -torch.inf, 0.0)  # padding sees nothing
-        weights = [(sign, (lse - top).exp()) for sign, _, lse in parts]
-        total = sum(sign * weight for sign, weight in weights)
-        if sink_logits is not None:
-            seen = total > 0
-            total = total + torch.where(seen, (logs[-1] - top).exp(), 0.0)
-        whole = sum(
-            sign * weight[..., None] * out.float() for (sign, out, _), (_, weight) in zip(parts, weights, strict=True)
+        outs, logs = zip(
+            *(raw_backend(call).forward(call) for call in given.calls(q, k, v, wide_q, wide_k)), strict=True
         )
+        top = torch.stack(logs).amax(0)
+        if sink_logits is not None:  # mass that goes nowhere
+            sinks = sink_logits.float()[None, :, None].expand_as(top)
+            top = torch.where(top == -torch.inf, top, torch.maximum(top, sinks))
+        top = top.masked_fill(top == -torch.inf, 0.0)  # padding sees nothing
+        near, everything, again = ((lse - top).exp() for lse in logs)
+        total = near + everything - again
+        whole = near[..., None] * outs[0] + everything[..., None] * outs[1] - again[..., None] * outs[2]
+        if sink_logits is not None:
+            total = torch.where(total > 0, total + (sinks - top).exp(), 0.0)
         out = whole / torch.where(total > 0, total, 1.0)[..., None]
         lse = torch.where(total > 0, top + total.log(), -torch.inf)
         ctx.save_for_backward(q, k, v, wide_q, wide_k, sink_logits, out, lse)
@@ -129,7 +128,7 @@ class _Gated(torch.autograd.Function):
         grad = grad.contiguous()
         with torch.autocast(device_type=grad.device.type, enabled=False):
             near, everything, again = (
-                raw_backend(call).backward(call, grad, out, lse) for _, call in ctx.given.calls(q, k, v, wide_q, wide_k)
+                raw_backend(call).backward(call, grad, out, lse) for call in ctx.given.calls(q, k, v, wide_q, wide_k)
             )
             sinks = None if sink_logits is None else sink_logits_grad(grad, out, lse, sink_logits)
         v_grad = (near.v.float() + everything.v.float() - again.v.float()).to(v.dtype)

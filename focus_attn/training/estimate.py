@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from focus_attn.attention.additive import SHARPEST
 from focus_attn.hf import text_config
 from focus_attn.model import FocusModel
 from focus_attn.training.checkpoint import base_parameters
@@ -21,6 +22,7 @@ from focus_attn.training.token_losses import LOGITS_AT_ONCE, MORE_ON_CUDA
 
 ADAM_BYTES = 8  # two fp32 moments a parameter
 ASSIGNMENTS = 10  # [R, K] tensors in fp32 that a token's routing terms keep
+SOFT_PAIRS = 4  # [H, T, T] tensors in fp32 that a soft gate over all pairs keeps
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ def estimate_memory(
     layer = (4 if mixed else item) * 3 * width + item * (2 * (heads + kv_heads) * head_dim + 3 * inner) + assignments
     if everything:  # the inputs of linear layers, and what norms scale
         layer += item * (4 * width + inner) + (4 * 2 * width if mixed else 0)
+    if focus.gate == "multiplicative" or (focus.gate == "additive" and focus.gate_sharpness > SHARPEST):
+        layer += 4 * SOFT_PAIRS * heads * stage.length
     if device.type != "cuda" and item == 2:  # `stock` gives its output in fp32, rounded later
         layer += 4 * heads * head_dim
     between = item * width + assignments
