@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import os
 import random
 from collections.abc import Iterator
 
@@ -19,7 +20,8 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
-SEEDS = 40 if ON_GPU else 6  # the interpreter takes a second a case
+# The interpreter takes a second a case, a GPU half a minute to compile its kernels.
+SEEDS = int(os.environ.get("FOCUS_TEST_SEEDS", "12" if ON_GPU else "6"))
 # The interpreter cuts fp32 to bf16 instead of rounding it, so that bf16 can be judged on a GPU alone.
 HALVES = [torch.bfloat16, torch.float16] if ON_GPU else [torch.float16]
 
