@@ -17,9 +17,10 @@ from pathlib import Path
 
 from focus_attn.training.data import read_documents
 
-SENTENCE_END = re.compile(r'(?<=[.!?])["”\']?\s+(?=[A-Z"“])')
+SENTENCE_END = re.compile(r'(?:(?<=[.!?])|(?<=[.!?]["”\']))\s+(?=[A-Z"“])')
 STRETCH = 1200  # characters of a book that a passage is looked for in
 WORDS_A_TOKEN = 0.75
+MOST_TRIES = 10_000
 SHORTEST = 8300  # tokens of a document: one block of the longest stage
 
 Form = Callable[[list[str]], str]
@@ -34,7 +35,7 @@ FORMS: list[Form] = [
 
 def passage_of(books: list[str], words: int, choose: random.Random) -> list[str]:
     """At least two whole sentences with about so many words."""
-    while True:
+    for _ in range(MOST_TRIES):
         book = choose.choice(books)
         begin = choose.randrange(max(1, len(book) - STRETCH))
         sentences = SENTENCE_END.split(re.sub(r"\s+", " ", book[begin : begin + STRETCH]))[1:-1]
@@ -46,6 +47,7 @@ def passage_of(books: list[str], words: int, choose: random.Random) -> list[str]
                 break
         if len(taken) >= 2 and words <= count < words + 60:
             return taken
+    raise SystemExit(f"no two sentences of some {words} words in {MOST_TRIES:,} places: is it prose, with capitals?")
 
 
 def document(books: list[str], choose: random.Random) -> str:

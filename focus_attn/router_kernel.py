@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from focus_attn.attention.launch import ceil_div, launch_variant, power_of_2, shared_memory
+from focus_attn.attention.launch import brought_into_step, ceil_div, launch_variant, power_of_2, shared_memory
 from focus_attn.kernel_use import is_transformed, launching_on
 from focus_attn.router import Router, Routing
 from focus_attn.router_training import EPS, TrainedScores, goes_by_hand
@@ -144,6 +144,8 @@ def _launch_fitting(router: Router, hidden: Tensor, weight: Tensor) -> Routing:
     rows, routers = hidden.shape[0] * hidden.shape[1], router.num_sides * router.num_routers
     parts, size = weight.shape[0], weight.element_size()
     tile = tile_for(power_of_2(rows), routers, router.config.num_groups, parts, size, hidden.device)
+    if hidden.shape[-1] % 16:  # `in_step` says why
+        tile = tile._replace(tokens=min(32, tile.tokens), warps=4)
     return launch(router, hidden, weight, tile)
 
 
@@ -171,7 +173,7 @@ def launch(router: Router, hidden: Tensor, weight: Tensor, tile: Tile) -> Routin
     config, (batch, tokens, width) = router.config, hidden.shape
     sides, routers, groups, device = router.num_sides, router.num_routers, config.num_groups, hidden.device
     query_k, key_k = config.query_top_k, config.key_top_k
-    hidden, bias = hidden.contiguous(), router.bias.contiguous()
+    hidden, bias = brought_into_step(hidden.contiguous()), router.bias.contiguous()
     query_scores = key_scores = torch.empty(batch, routers, tokens, groups, dtype=torch.float32, device=device)
     query_ids = key_ids = torch.empty(batch, routers, tokens, query_k, dtype=torch.int64, device=device)
     if sides == 2:

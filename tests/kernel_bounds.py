@@ -20,14 +20,15 @@ def bounded() -> Iterator[list[str]]:
     ranges: list[tuple[int, int]] = []
     ran: list[str] = []
     take_arguments, load, store = executor._init_args_hst, builder.create_masked_load, builder.create_masked_store
+    update, exchange = builder.create_atomic_rmw, builder.create_atomic_cas
 
     def note(x: Any) -> None:
         if isinstance(x, tuple):
             for part in x:
                 note(part)
-        elif isinstance(x, torch.Tensor):
-            storage = x.untyped_storage()
-            ranges.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+        elif isinstance(x, torch.Tensor) and x.numel():
+            last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+            ranges.append((x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()))
 
     def arguments(self: Any, given: Any, named: Any) -> Any:
         taken = take_arguments(self, given, named)
@@ -37,7 +38,8 @@ def bounded() -> Iterator[list[str]]:
         return taken
 
     def check(what: str, pointers: Any, mask: Any) -> None:
-        used = np.asarray(pointers.data)[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)].astype(np.int64)
+        chosen = np.broadcast_to(True if mask is None else mask.data, pointers.data.shape).astype(bool)
+        used = np.asarray(pointers.data)[chosen].astype(np.int64)
         last = used + pointers.get_element_ty().primitive_bitwidth // 8
         inside = np.zeros(used.shape, bool)
         for begin, end in ranges:
@@ -53,7 +55,17 @@ def bounded() -> Iterator[list[str]]:
         check("writes", pointers, mask)
         return store(self, pointers, value, mask, *more)
 
+    def checked_update(self: Any, operation: Any, pointers: Any, value: Any, mask: Any, *more: Any) -> Any:
+        check("adds", pointers, mask)
+        return update(self, operation, pointers, value, mask, *more)
+
+    def checked_exchange(self: Any, pointers: Any, *more: Any) -> Any:
+        check("exchanges", pointers, None)
+        return exchange(self, pointers, *more)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builder, "create_atomic_rmw", checked_update)
+        patch.setattr(builder, "create_atomic_cas", checked_exchange)
         patch.setattr(executor, "_init_args_hst", arguments)
         patch.setattr(builder, "create_masked_load", checked_load)
         patch.setattr(builder, "create_masked_store", checked_store)

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from tiny import tiny_model, tokens
+from torch._dynamo.testing import CompileCounter
 from torch.autograd.graph import saved_tensors_hooks
 from training_runs import CONFIG
 
@@ -110,3 +111,21 @@ def test_hooks_of_others_go_first():
     with saved_tensors_hooks(lambda x: packed.append(x.dtype) or x, lambda x: x), narrow_activations(model):
         norms(model)[0](torch.randn(2, 3, model.config.hidden_size).bfloat16().requires_grad_() * 1)
     assert torch.float32 in packed
+
+
+def test_an_interrupt_inside_a_norm_leaves_no_hook_behind(monkeypatch):
+    model = tiny_model().bfloat16()
+    monkeypatch.setattr(norms(model)[0], "forward", lambda x: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt), narrow_activations(model):
+        norms(model)[0](torch.zeros(1))
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+
+def test_a_compiled_model_has_no_graph_break():
+    model, counter = tiny_model(num_hidden_layers=1).bfloat16(), CompileCounter()
+    torch._dynamo.reset()
+    compiled = torch.compile(model.model, backend=counter, fullgraph=True)
+    for _ in range(3):
+        with narrow_activations(model):
+            compiled(tokens(1, 24), use_cache=False)
+    assert counter.frame_count == 1

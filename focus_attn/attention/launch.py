@@ -150,13 +150,20 @@ def fitting(tile: Tile, needed: Callable[[Tile], int], room: int) -> Tile:
 
 
 def in_step(*tensors: Tensor) -> bool:
-    """Whether all rows begin at multiples of 16 elements and are as long.
+    """Whether all rows begin at multiples of 16 elements, the first of 16 bytes, and are as long.
 
     Where they do not, loads are narrow. Of the kernels with warpgroup products that come of it ptxas 12.8 (Triton 3.6)
     gets some wrong: the register that holds the address of V in shared memory is given away too early, and the product
     reads what is elsewhere (compute-sanitizer found it at widths 40 and 24). Tiles of 32 have no such products.
     """
-    return not any(number % 16 for x in tensors for number in (x.shape[-1], *x.stride()[:-1]))
+    return not any(number % 16 for x in tensors for number in (x.data_ptr(), x.shape[-1], *x.stride()[:-1]))
+
+
+def brought_into_step(x: Tensor) -> Tensor:
+    """x, or a copy of it where that is in step: no copy mends an odd width."""
+    if in_step(x) or x.shape[-1] % 16:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def power_of_2(number: int) -> int:

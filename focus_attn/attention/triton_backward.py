@@ -18,7 +18,7 @@ from focus_attn.attention.backward_copies import Row, Sorted, add_parts, rows_of
 from focus_attn.attention.backward_kernels import key_side_kernel, query_side_kernel, sink_kernel
 from focus_attn.attention.call import AttentionCall
 from focus_attn.attention.device_plan import FarPlan, places, plan_far, plan_near, seen_by
-from focus_attn.attention.launch import Setup, ceil_div, in_step, power_of_2, setup_for, with_ids_in_a_row
+from focus_attn.attention.launch import Setup, brought_into_step, ceil_div, power_of_2, setup_for, with_ids_in_a_row
 from focus_attn.attention.merge import sink_logits_grad
 from focus_attn.attention.near_far import Seed, can_meet_twice, has_far_pairs, rows_and_strides, set_bits, tile_for
 from focus_attn.attention.stock import Gradients
@@ -34,7 +34,7 @@ def triton_backward(call: AttentionCall, grad: Tensor, out: Tensor, lse: Tensor)
     call = with_ids_in_a_row(call)
     if 0 in (call.q.shape[2], call.k.shape[2]):
         return _no_gradients(call, sink_grad)
-    grad = grad if in_step(grad) else grad.contiguous()
+    grad = brought_into_step(grad)
     setup = setup_for(call, grad, out)
     rows = rows_of(setup, grad, out, lse)
     if square.serves(call, setup):

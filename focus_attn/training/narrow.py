@@ -45,6 +45,8 @@ def narrow_activations(model: nn.Module) -> Iterator[None]:
     open_: list[saved_tensors_hooks] = []
 
     def enter(*_: object) -> None:
+        if torch.compiler.is_compiling():  # compilers choose what to keep
+            return
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
             open_.append(saved_tensors_hooks(pack, unpack))
             open_[-1].__enter__()
@@ -59,6 +61,7 @@ def narrow_activations(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        leave()  # an interrupt calls no hook
         for handle in handles:
             handle.remove()
 

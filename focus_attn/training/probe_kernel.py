@@ -15,10 +15,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from focus_attn.attention.launch import Tile, ceil_div, fitting, in_step, launch_variant, power_of_2, shared_memory
+from focus_attn.attention.launch import (
+    Tile,
+    brought_into_step,
+    ceil_div,
+    fitting,
+    in_step,
+    launch_variant,
+    power_of_2,
+    shared_memory,
+)
 from focus_attn.visibility import Pattern, Tokens
 
 MOST_GROUPS = 128  # sums by group lie in one tile, which can have no more columns than this
+MOST_GROUPS_OUT_OF_STEP = 32  # where rows have odd widths: see `in_step`
 WIDEST_HEAD = 256
 BLOCKS_AT_ONCE = 64  # of keys, when their sums are added up
 FARTHEST = 1 << 30  # a sliding window that no distance reaches
@@ -198,7 +208,10 @@ def _by_block(x: Tensor, size: int, filler: int) -> Tensor:
 def serves(q: Tensor, v: Tensor, num_groups: int) -> bool:
     """Whether the kernels have room for heads as wide as these, and for so many groups."""
     dtypes = torch.float32, torch.bfloat16, torch.float16
-    return q.dtype in dtypes and max(q.shape[-1], v.shape[-1]) <= WIDEST_HEAD and num_groups <= MOST_GROUPS
+    if q.dtype not in dtypes or max(q.shape[-1], v.shape[-1]) > WIDEST_HEAD:
+        return False
+    even = q.shape[-1] % 16 == v.shape[-1] % 16 == 0
+    return num_groups <= (MOST_GROUPS if even else MOST_GROUPS_OUT_OF_STEP)
 
 
 def tile_for(q: Tensor, v: Tensor) -> Tile:
@@ -223,7 +236,8 @@ def gate_gradients(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of both gates, [B, R, T, K] fp32. grad, out [B, H, T, Dv]; q, k, v, lse and ids as in an
     `AttentionCall`. Waits for nothing; launches on the current device."""
-    q, k, v, grad, out = (x if x.stride(-1) == 1 and in_step(x) else x.contiguous() for x in (q, k, v, grad, out))
+    q, k, v, grad, out = (brought_into_step(x) for x in (q, k, v, grad, out))
+    q, k, v, grad, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, grad, out))
     lse, query_ids, key_ids = lse.contiguous(), query_ids.contiguous(), key_ids.contiguous()
     (batch, heads, tokens, width), (kv_heads, value_width), probes = q.shape, v.shape[1::2], len(reach.at)
     routers, groups, blocks = query_ids.shape[1], pattern.num_groups, reach.bounds.shape[-1]
