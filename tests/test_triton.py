@@ -5,6 +5,7 @@ import itertools
 import os
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from kernel_bounds import bounded
 from test_attention import NAMES, worst
 
 from focus_attn import focus_attention
-from focus_attn.attention import backward_copies, call, launch, sorted_rows
+from focus_attn.attention import backward_copies, call, launch, near_far, sorted_rows
 from focus_attn.attention.backends import reason_against
 
 triton = pytest.importorskip("triton")
@@ -169,6 +170,29 @@ def test_rows_out_of_step_have_tiles_without_warpgroup_products(room: int, width
     assert len(products) >= 6 and all(max(tile.values()) <= 32 for tile in products)
     for got, want in zip(*results, strict=True):
         assert worst(got, want) <= 3e-3 * max(1.0, float(want.abs().max()))
+
+
+@pytest.mark.parametrize("room", [101_376, 166_912], ids=["99 KiB", "163 KiB"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("width", [64, 256])
+def test_tiles_shrink_to_the_memory_of_smaller_devices(
+    width: int, dtype: torch.dtype, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes as Triton 3.6 compiled the kernels for sm_89 and sm_80: twice a tile's rows and keys at this width on the
+    key side."""
+    monkeypatch.setattr(near_far, "shared_memory", lambda device: room)
+    q, k, v = (torch.randn(1, heads, 40, width, device=DEVICE, dtype=dtype).requires_grad_() for heads in (4, 2, 2))
+    ids, results = torch.randint(0, 3, (1, 2, 40, 1), device=DEVICE), []
+    for backend in ("triton", "reference"):
+        out = focus_attention(q, k, v, ids, ids, num_groups=3, window=5, num_sinks=2, backend=backend)
+        results.append([out.detach(), *torch.autograd.grad(out.sum(), (q, k, v))])
+    for got, want in zip(*results, strict=True):
+        assert worst(got, want) <= (1e-5 if dtype == torch.float32 else 5e-3) * max(1.0, float(want.abs().max()))
+    for name in ("near", "far", "near, query side", "near, key side", "far, query side", "far, key side", "sinks"):
+        call = SimpleNamespace(q=q, k=k, v=v)
+        tile = near_far.tile_for(name, call)  # type: ignore[arg-type]
+        item = q.element_size()
+        assert near_far.bytes_of(tile, name, width * item, item == 4) <= room and min(tile.rows, tile.keys) >= 16
 
 
 def test_gradients_are_brought_into_step() -> None:

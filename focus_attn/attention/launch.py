@@ -140,12 +140,18 @@ def shared_memory(device: torch.device) -> int:
     return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))  # AMD's
 
 
-def fitting(tile: Tile, needed: Callable[[Tile], int], room: int) -> Tile:
-    """Fewer stages, then fewer keys, on devices with less shared memory than an H200: an A100 has 163 KiB a block, most
-    others 99. needed: bytes of a tile."""
-    while needed(tile) > room and (tile.stages > 1 or tile.keys > 16):
-        fewer = {"stages": tile.stages - 1} if tile.stages > 1 else {"keys": tile.keys // 2}
-        tile = tile._replace(**fewer)
+def fitting(tile: Tile, needed: Callable[[Tile], int], room: int, fewest_rows: int = 16) -> Tile:
+    """Fewer stages, then fewer keys, then fewer rows, on devices with less shared memory than an H200: an A100 has 163
+    KiB a block, most others 99. needed: bytes of a tile."""
+    while needed(tile) > room:
+        if tile.stages > 1:
+            tile = tile._replace(stages=tile.stages - 1)
+        elif tile.keys > 16:
+            tile = tile._replace(keys=tile.keys // 2)
+        elif tile.rows > fewest_rows:
+            tile = tile._replace(rows=tile.rows // 2)
+        else:
+            break
     return tile
 
 

@@ -7,6 +7,7 @@ few KV heads go at a time, so that the sorted copies stay small beside the outpu
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -203,12 +204,8 @@ def rows_and_strides(
 
 def tile_for(kernel: str, call: AttentionCall) -> Tile:
     """Measured on an H200 in bf16 at 32 heads x 128 and 9 heads x 64; smaller where a row takes more shared memory, or
-    rows are out of step."""
+    rows are out of step, or the device has less."""
     width = max(call.q.shape[-1], call.v.shape[-1]) * call.q.element_size()
-    if width > 512 or not in_step(call.q, call.k, call.v):
-        return Tile(32, 32, 4, 1)
-    if width > 256:
-        return Tile(64, 32, 4, 1)
     narrow = width <= 128
     tiles = {
         "near": Tile(64, 32, 4, 3),
@@ -219,9 +216,22 @@ def tile_for(kernel: str, call: AttentionCall) -> Tile:
         "far, key side": Tile(64, 64, 4, 1) if narrow else Tile(64, 64, 4, 2),
         "sinks": Tile(64, 16, 4, 2),
     }
-    return fitting(tiles[kernel], lambda tile: bytes_of(tile, width), shared_memory(call.q.device))
+    tile = tiles[kernel]
+    if width > 512 or not in_step(call.q, call.k, call.v):
+        tile = Tile(32, 32, 4, 1)
+    elif width > 256:
+        tile = Tile(64, 32, 4, 1)
+    fewest = max(16, power_of_2(call.q.shape[1] // call.k.shape[1]))  # the heads of a KV head share a tile
+    needed = functools.partial(bytes_of, kernel=kernel, width=width, exact=call.q.element_size() == 4)
+    return fitting(tile, needed, shared_memory(call.q.device), fewest)
 
 
-def bytes_of(tile: Tile, width: int) -> int:
-    """Of the rows of a tile and its stages of keys and values. width: bytes of a row."""
-    return (tile.rows + 2 * tile.stages * tile.keys) * width
+def bytes_of(tile: Tile, kernel: str, width: int, exact: bool) -> int:
+    """Of shared memory, as compiled for GPUs with 99 KiB of it. What stays, what streams past in stages, and room to
+    change the layout of scores. width: bytes of a row; exact: fp32."""
+    rows, keys, stages, scores = tile.rows, tile.keys, tile.stages, tile.rows * tile.keys
+    if "key side" in kernel or kernel == "sinks":
+        return 2 * width * (keys + stages * rows) + 8 * scores
+    if "query side" in kernel:
+        return 2 * width * (rows + stages * keys)
+    return width * (rows + 2 * stages * keys) + (2 * scores + 4 * rows if exact and stages == 1 else 0)

@@ -225,7 +225,8 @@ def tile_for(q: Tensor, v: Tensor) -> Tile:
         tile = Tile(64, 128, 8, 2)
 
     def needed(tile: Tile) -> int:
-        return 2 * width * (tile.keys + tile.stages * tile.rows) + 4 * tile.keys * tile.rows
+        sums = 4 * MOST_GROUPS * (tile.keys + tile.rows) if width > 512 else 0  # elsewhere there is room for them
+        return 2 * width * (tile.keys + tile.stages * tile.rows) + 4 * tile.keys * tile.rows + sums
 
     return fitting(tile, needed, shared_memory(q.device))
 
