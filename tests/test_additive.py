@@ -14,6 +14,7 @@ from focus_attn.attention.soft import soft_gated_attention
 from focus_attn.visibility import Pattern, Tokens, count_positions
 
 LENGTH = 61
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = {
     "plain": {},
     "a router a KV head": {"kv_heads": 2, "routers": 2},
@@ -34,12 +35,12 @@ def case(
     sink_logits=False, value_width=16, sharpness=3.0, dtype=torch.float32,
 ):  # fmt: skip
     torch.manual_seed(0)
-    make = functools.partial(torch.randn, 2)
+    make = functools.partial(torch.randn, 2, device=DEVICE)
     q, k, v = (make(n, LENGTH, d).to(dtype) for n, d in ((heads, 16), (kv_heads, 16), (kv_heads, value_width)))
     gates = [(3 * make(routers, LENGTH, groups)).log_softmax(-1) for _ in range(2)]
-    real = torch.ones(2, LENGTH, dtype=torch.bool)
+    real = torch.ones(2, LENGTH, dtype=torch.bool, device=DEVICE)
     real[0, :padding] = False
-    segments = None if documents == 1 else (torch.arange(LENGTH) * documents // LENGTH).expand(2, -1)
+    segments = None if documents == 1 else (torch.arange(LENGTH, device=DEVICE) * documents // LENGTH).expand(2, -1)
     at = count_positions(real, segments)
     options = {
         "sharpness": sharpness,
@@ -47,7 +48,7 @@ def case(
         "pattern": Pattern(groups, window, num_sinks, sliding),
         "scale": 0.3,
     }
-    learned = [torch.randn(heads)] if sink_logits else []
+    learned = [torch.randn(heads, device=DEVICE)] if sink_logits else []
     return [x.requires_grad_() for x in (q, k, v, *gates, *learned)], options, real
 
 
@@ -55,7 +56,7 @@ def run(attend, inputs, options, real):
     q, k, v, query_gate, key_gate, *learned = inputs
     sinks = learned[0] if learned else None
     out = attend(q, k, v, query_gate, key_gate, sink_logits=sinks, **options)
-    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype) * real[:, None, :, None]
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out) * real[:, None, :, None]
     return [out * real[:, None, :, None], *torch.autograd.grad(out, inputs, grad)]
 
 
