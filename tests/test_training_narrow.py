@@ -121,11 +121,15 @@ def test_an_interrupt_inside_a_norm_leaves_no_hook_behind(monkeypatch):
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
-def test_a_compiled_model_has_no_graph_break():
+@pytest.mark.parametrize("in_place", [False, True])
+def test_compiled_models_are_compiled_once_and_whole(in_place):
     model, counter = tiny_model(num_hidden_layers=1).bfloat16(), CompileCounter()
     torch._dynamo.reset()
-    compiled = torch.compile(model.model, backend=counter, fullgraph=True)
+    if in_place:
+        model.model.compile(backend=counter, fullgraph=True)
+    else:
+        model.model = torch.compile(model.model, backend=counter, fullgraph=True)
     for _ in range(3):
         with narrow_activations(model):
-            compiled(tokens(1, 24), use_cache=False)
+            model.model(tokens(1, 24), use_cache=False)
     assert counter.frame_count == 1

@@ -36,17 +36,16 @@ def narrow_activations(model: nn.Module) -> Iterator[None]:
 
     Only what norms keep is looked at: hooks cost the host some ten microseconds a tensor, and a step of short blocks is
     bound by the host. Where other such hooks are at work (gradient checkpointing, which keeps nothing of the kind, or
-    `save_on_cpu`) they go first.
+    `save_on_cpu`) they go first. Compiled models choose themselves what to keep.
     """
-    if not any(parameter.dtype in HALVES for parameter in model.parameters()):
+    half = any(parameter.dtype in HALVES for parameter in model.parameters())
+    if not half or torch.compiler.is_compiling() or any(map(_is_compiled, model.modules())):
         yield
         return
     pack, unpack = narrowing()
     open_: list[saved_tensors_hooks] = []
 
     def enter(*_: object) -> None:
-        if torch.compiler.is_compiling():  # compilers choose what to keep
-            return
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
             open_.append(saved_tensors_hooks(pack, unpack))
             open_[-1].__enter__()
@@ -76,6 +75,10 @@ def norms(model: nn.Module) -> list[nn.Module]:
 
 
 _norms: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
 
 
 def _looks_like_a_norm(module: nn.Module) -> bool:
