@@ -156,8 +156,14 @@ def test_without_times_there_is_one_panel_and_curves_are_drawn(tmp_path):
 
 def test_names_of_neighbours_do_not_cover_each_other():
     same = [(0.2, 20.0), (0.2, 20.001), (0.2, 20.002), (0.9, 20.001), (0.2, 25.0)]
-    heights = label_heights(same)
+    heights = label_heights(same, ["a name"] * 5)
     stacked = sorted(heights[:3])
     assert all(after - before >= 0.0349 for before, after in itertools.pairwise(stacked))
     assert heights[3] == pytest.approx(0.1, abs=1e-3)
     assert heights[4] == pytest.approx(0.9)
+
+
+def test_long_names_go_over_the_points_they_would_cover():
+    points = [(0.1, 20.0), (0.3, 20.0), (1.0, 30.0)]
+    short, long = (label_heights(points, [name, "b", "c"])[0] for name in ("a", "a" * 60))
+    assert short == pytest.approx(0.1) and long == pytest.approx(0.135)

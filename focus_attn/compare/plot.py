@@ -15,7 +15,8 @@ from focus_attn.report.plots import DENSE, FOCUS, STYLE
 MARKERS = {"skips": "o", "selects": "s", "dense": "D"}
 COLORS = {"skips": "#d97706", "selects": "#059669", "dense": DENSE}
 CURVES = (FOCUS, "#d97706", "#059669", "#9333ea", "#dc2626", "#0891b2")
-MARGIN, NAME_WIDTH, NAME_HEIGHT = 0.1, 0.3, 0.035  # shares of a panel
+# Shares of a panel.
+MARGIN, SIDE_MARGIN, NAME_HEIGHT, LETTER_WIDTH, POINT_WIDTH = 0.1, 1 / 7, 0.035, 0.0115, 0.02
 OFF_THE_SCALE = 1.5  # times the base's perplexity: such rows are named at the upper edge
 
 
@@ -33,7 +34,7 @@ def plot_pareto(rows: Sequence[Row], place: Place, title: str, path: Path) -> No
         drawn = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
         for axes, (cost, label, numbers) in zip(drawn, panels, strict=True):
             axes.set_xscale("log", base=2)
-            axes.margins(x=0.2, y=MARGIN / (1 - 2 * MARGIN))
+            axes.margins(x=SIDE_MARGIN / (1 - 2 * SIDE_MARGIN), y=MARGIN / (1 - 2 * MARGIN))
             _panel(axes, [row for row in here if getattr(row, cost) is not None], cost, top)
             axes.set_xlabel(label)
             axes.xaxis.set_major_formatter(lambda value, _, numbers=numbers: numbers.format(value))
@@ -83,10 +84,13 @@ def _panel(axes: Any, rows: Sequence[Row], cost: str, top: float) -> None:
         seen.add(label)
     front = pareto_front([point for row, point in zip(rows, points, strict=True) if not row.leaking])
     axes.step(*zip(*front, strict=True), where="post", color=DENSE, linewidth=0.8, linestyle="--", zorder=1)
-    for row, point, height in zip(rows, points, label_heights(points), strict=True):
-        name = row.name if point[1] < top else f"{row.name}: {row.ppl:.3g}"
+    names = [
+        (row.name if point[1] < top else f"{row.name}: {row.ppl:.3g}") + (" (looks ahead)" if row.leaking else "")
+        for row, point in zip(rows, points, strict=True)
+    ]
+    for row, name, point, height in zip(rows, names, points, label_heights(points, names), strict=True):
         axes.annotate(
-            f"{name} (looks ahead)" if row.leaking else name,
+            name,
             point,
             xytext=(8, height),
             textcoords=("offset points", "axes fraction"),
@@ -101,21 +105,26 @@ def _color(row: Row) -> str:
     return FOCUS if row.is_focus else COLORS[row.kind]
 
 
-def label_heights(points: Sequence[tuple[float, float]]) -> list[float]:
-    """How high the names stand, as shares of the panel, so that neighbours do not cover each other."""
+def label_heights(points: Sequence[tuple[float, float]], names: Sequence[str]) -> list[float]:
+    """How high the names stand, as shares of the panel, so that they cover neither each other nor points."""
     x, y = (
-        [(value - min(values)) / ((max(values) - min(values)) or 1.0) for value in values]
-        for values in zip(*((math.log(cost), ppl) for cost, ppl in points), strict=True)
+        [margin + (1 - 2 * margin) * (value - min(values)) / ((max(values) - min(values)) or 1.0) for value in values]
+        for margin, values in zip(
+            (SIDE_MARGIN, MARGIN), zip(*((math.log(cost), ppl) for cost, ppl in points), strict=True), strict=True
+        )
     )
-    heights = [0.0] * len(points)
+    heights = list(y)
     placed: list[int] = []
     for index in sorted(range(len(points)), key=lambda index: y[index]):
-        height = MARGIN + (1 - 2 * MARGIN) * y[index]
-        near = sorted(heights[other] for other in placed if abs(x[other] - x[index]) < NAME_WIDTH)
-        for taken in near:
-            if abs(taken - height) < NAME_HEIGHT:
-                height = taken + NAME_HEIGHT
-        heights[index] = height
+        begin, end = x[index] + POINT_WIDTH, x[index] + POINT_WIDTH + LETTER_WIDTH * len(names[index])
+        taken = [y[other] for other in range(len(points)) if begin < x[other] < end]
+        for other in placed:
+            left = x[other] + POINT_WIDTH
+            if left < end and begin < left + LETTER_WIDTH * len(names[other]):
+                taken.append(heights[other])
+        for height in sorted(taken):
+            if abs(height - heights[index]) < NAME_HEIGHT:
+                heights[index] = height + NAME_HEIGHT
         placed.append(index)
     return heights
 
