@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from focus_attn.attention import additive, focus_attention
+from focus_attn.attention import focus_attention
 from focus_attn.attention.soft import soft_gated_attention
 from focus_attn.layer import AttentionInputs, FocusCall, FocusLayer, FocusState
 from focus_attn.router import Routing
@@ -38,18 +38,6 @@ def attend(state: FocusState, layer: FocusLayer, call: FocusCall, inputs: Attent
     _say_if_leaking(state, training)
     if training:
         gates = _gates(layer, call.routing, inputs, config.gate == "hard")
-        if config.gate == "additive" and additive.serves(inputs.q, config.gate_sharpness, inputs.scale, inputs.softcap):
-            return additive.additive_attention(
-                inputs.q,
-                inputs.k,
-                inputs.v,
-                *gates,
-                sharpness=config.gate_sharpness,
-                tokens=inputs.tokens,
-                pattern=pattern,
-                scale=inputs.scale,
-                sink_logits=inputs.sink_logits,
-            )
         if config.gate != "hard":
             return soft_gated_attention(
                 inputs.q,

@@ -61,7 +61,9 @@ def run(attend, inputs, options, real):
 
 
 def dense(*args, **options):
-    return soft_gated_attention(*args, gate="additive", **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(additive, "serves", lambda *_: False)
+        return soft_gated_attention(*args, gate="additive", **options)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -90,7 +92,7 @@ def test_the_kernels_of_triton_give_the_same(monkeypatch):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=2e-5)
 
 
-def test_nothing_that_grows_with_all_pairs_is_kept(monkeypatch):
+def test_nothing_that_grows_with_all_pairs_is_kept():
     largest = {}
     for attend in (additive_attention, dense):
         inputs, options, real = case()

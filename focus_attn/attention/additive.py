@@ -12,6 +12,7 @@ call gets the merged output and logsumexp, as for all parts of one softmax; the 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -88,8 +89,8 @@ class _Given(NamedTuple):
         near."""
         zero = torch.zeros((), dtype=torch.long, device=q.device)
         ids = zero.expand(q.shape[0], 1, q.shape[2], 1)
-        near = Pattern(2, self.pattern.window, self.pattern.num_sinks, self.pattern.sliding_window)
-        everything = Pattern(2, EVERYTHING, 0, self.pattern.sliding_window)
+        near = replace(self.pattern, num_groups=2)
+        everything = replace(near, window=EVERYTHING)
         return [
             AttentionCall(queries, keys, v, ids, ids + 1, self.tokens, pattern, self.scale)
             for queries, keys, pattern in ((q, k, near), (wide_q, wide_k, everything), (wide_q, wide_k, near))

@@ -166,8 +166,8 @@ def in_step(*tensors: Tensor) -> bool:
 
 
 def brought_into_step(x: Tensor) -> Tensor:
-    """x, or a copy of it where that is in step: no copy mends an odd width."""
-    if in_step(x) or x.shape[-1] % 16:
+    """x, or a copy of it where that is in step, with rows that run on in memory: no copy mends an odd width."""
+    if x.stride(-1) == 1 and (in_step(x) or x.shape[-1] % 16):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 

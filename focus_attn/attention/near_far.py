@@ -89,7 +89,7 @@ def launch_near(
 ) -> None:
     """plan: None where positions are plain. seed: what queries saw in their groups, for a run of KV heads."""
     (batch, _, num_queries, _), (_, kv_heads, num_keys, _) = call.q.shape, call.k.shape
-    tile, pattern = setup.once("near tile", lambda: tile_for("near", call)), call.pattern
+    tile, pattern = tile_of(setup, "near", call), call.pattern
     planned = (lse, lse, lse) if plan is None else (plan.query_slots, plan.key_slots, plan.ranges)
     seeds = (lse, lse, lse, lse) if seed is None else (call.key_groups, seed.places, seed.out, seed.lse)
     first_head, heads = (0, kv_heads) if seed is None else (seed.first_head, seed.kv_heads)
@@ -120,7 +120,7 @@ def _launch_far(
     dedup, in_bulk = can_meet_twice(call), bulk.serves(call, setup)
     bits, barred = set_bits(call) if dedup else (plan.key_slots, plan.key_slots)
     ranged = call.tokens.key_segments is not None or call.pattern.sliding_window is not None
-    tile = setup.once("far tile", lambda: tile_for("far", call))
+    tile = tile_of(setup, "far", call)
     rows = tile.rows // setup.heads_a_key
     tiles = ceil_div(num_queries, rows) + groups  # every group may end in a tile that is not full
     (q, _, _, out), strides = rows_and_strides(call, setup, out)
@@ -200,6 +200,12 @@ def rows_and_strides(
         tensors = q, k, v, out
     strides = setup.once("strides", lambda: tuple(stride for x in tensors for stride in x.stride()[:3]))
     return tensors, strides
+
+
+def tile_of(setup: Setup, kernel: str, call: AttentionCall) -> Tile:
+    """`tile_for`, found once for all calls with one signature."""
+    tile: Tile = setup.once(("tile", kernel), lambda: tile_for(kernel, call))
+    return tile
 
 
 def tile_for(kernel: str, call: AttentionCall) -> Tile:

@@ -1,9 +1,10 @@
-"""The soft gates of training: every causal pair is computed and distant ones are turned down. O(n²) memory.
+"""The soft gates of training: every causal pair is computed and distant ones are turned down.
 
 multiplicative, the published one: a distant score times sigmoid(lambda * a_i . b_j)
 additive: a distant score plus lambda * (a_i . b_j - 1), which is the hard mask for large lambda
 
-Pairs inside the window and sinks keep their score. a and b are the soft query and key assignments.
+Pairs inside the window and sinks keep their score. a and b are the soft query and key assignments. By their formulas
+both take O(n²) memory; `additive.py` has a way around it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 import torch
 from torch import Tensor
 
+from focus_attn.attention import additive
 from focus_attn.attention.reference import spread_over_heads
 from focus_attn.visibility import Pattern, Tokens, near_and_reachable
 
@@ -33,6 +35,11 @@ def soft_gated_attention(
     sink_logits: Tensor | None = None,
 ) -> Tensor:
     """q [B, H, T, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv], gates [B, R, T, K] log assignments -> [B, H, T, Dv]."""
+    if gate == "additive" and additive.serves(q, sharpness, scale, softcap):
+        return additive.additive_attention(
+            q, k, v, query_gate, key_gate,
+            sharpness=sharpness, tokens=tokens, pattern=pattern, scale=scale, sink_logits=sink_logits,
+        )  # fmt: skip
     with torch.autocast(device_type=q.device.type, enabled=False):
         heads = q.shape[1]
         k_heads, v_heads = (x.float().repeat_interleave(heads // k.shape[1], dim=1) for x in (k, v))

@@ -20,7 +20,7 @@ from focus_attn.attention.call import AttentionCall
 from focus_attn.attention.device_plan import FarPlan, places, plan_far, plan_near, seen_by
 from focus_attn.attention.launch import Setup, brought_into_step, ceil_div, power_of_2, setup_for, with_ids_in_a_row
 from focus_attn.attention.merge import sink_logits_grad
-from focus_attn.attention.near_far import Seed, can_meet_twice, has_far_pairs, rows_and_strides, set_bits, tile_for
+from focus_attn.attention.near_far import Seed, can_meet_twice, has_far_pairs, rows_and_strides, set_bits, tile_of
 from focus_attn.attention.stock import Gradients
 
 QUERIES_A_STRETCH = 512
@@ -78,8 +78,7 @@ class _Pass:
         self, side: str, kernel: Any, length: int, heads: int, arguments: tuple[Any, ...], *, parts: int = 1,
         **flags: bool | int,
     ) -> None:  # fmt: skip
-        which = f"{self.name}, {side} side"
-        tile = self.setup.once(which, lambda: tile_for(which, self.call))
+        tile = tile_of(self.setup, f"{self.name}, {side} side", self.call)
         rows = tile.rows // self.setup.heads_a_key if side == "query" else tile.keys
         tiles = ceil_div(length, rows) + (self.call.pattern.num_groups if self.far else 0)
         self.setup.launch(
@@ -144,7 +143,7 @@ class _Pass:
 
     def _sink_sums(self, first_head: int, heads: int, ids: Tensor, square: bool) -> tuple[Tensor, Tensor]:
         """dk and dv [B, heads, num_sinks, D] fp32 that the sinks get from queries beyond the window."""
-        call, tile = self.call, tile_for("sinks", self.call)
+        call, tile = self.call, tile_of(self.setup, "sinks", self.call)
         num_queries, num_keys, num_sinks = call.q.shape[2], call.k.shape[2], call.pattern.num_sinks
         stretches = ceil_div(num_queries, QUERIES_A_STRETCH)
         batch, blocks = call.q.shape[0], ceil_div(num_sinks, tile.keys)

@@ -107,12 +107,8 @@ def _color(row: Row) -> str:
 
 def label_heights(points: Sequence[tuple[float, float]], names: Sequence[str]) -> list[float]:
     """How high the names stand, as shares of the panel, so that they cover neither each other nor points."""
-    x, y = (
-        [margin + (1 - 2 * margin) * (value - min(values)) / ((max(values) - min(values)) or 1.0) for value in values]
-        for margin, values in zip(
-            (SIDE_MARGIN, MARGIN), zip(*((math.log(cost), ppl) for cost, ppl in points), strict=True), strict=True
-        )
-    )
+    x = _shares([math.log(cost) for cost, _ in points], SIDE_MARGIN)
+    y = _shares([ppl for _, ppl in points], MARGIN)
     heights = list(y)
     placed: list[int] = []
     for index in sorted(range(len(points)), key=lambda index: y[index]):
@@ -127,6 +123,12 @@ def label_heights(points: Sequence[tuple[float, float]], names: Sequence[str]) -
                 heights[index] = height + NAME_HEIGHT
         placed.append(index)
     return heights
+
+
+def _shares(values: Sequence[float], margin: float) -> list[float]:
+    """Where values stand between the margins of a panel."""
+    low, extent = min(values), (max(values) - min(values)) or 1.0
+    return [margin + (1 - 2 * margin) * (value - low) / extent for value in values]
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

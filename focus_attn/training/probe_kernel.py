@@ -238,7 +238,6 @@ def gate_gradients(
     """Gradients of both gates, [B, R, T, K] fp32. grad, out [B, H, T, Dv]; q, k, v, lse and ids as in an
     `AttentionCall`. Waits for nothing; launches on the current device."""
     q, k, v, grad, out = (brought_into_step(x) for x in (q, k, v, grad, out))
-    q, k, v, grad, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, grad, out))
     lse, query_ids, key_ids = lse.contiguous(), query_ids.contiguous(), key_ids.contiguous()
     (batch, heads, tokens, width), (kv_heads, value_width), probes = q.shape, v.shape[1::2], len(reach.at)
     routers, groups, blocks = query_ids.shape[1], pattern.num_groups, reach.bounds.shape[-1]
