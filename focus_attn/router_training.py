@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from focus_attn.gradients import first_order
-from focus_attn.kernel_use import is_transformed
+from focus_attn.kernel_use import is_transformed, kernels
 
+KERNEL_DEVICES = ("cuda",)
 EPS = 1e-6  # of the root mean square
 
 
@@ -48,6 +49,14 @@ class TrainedScores(torch.autograd.Function):
 
 
 def _gradients(hidden: Tensor, weight: Tensor, grads: list[Tensor], to_hidden: bool) -> tuple[Tensor | None, Tensor]:
+    kernel = kernels("focus_attn.router_backward") if hidden.device.type in KERNEL_DEVICES else None
+    if kernel is None or not kernel.serves(hidden):
+        return by_operators(hidden, weight, grads, to_hidden)
+    gradients: tuple[Tensor | None, Tensor] = kernel.gradients(hidden, weight, grads, to_hidden, EPS)
+    return gradients
+
+
+def by_operators(hidden: Tensor, weight: Tensor, grads: list[Tensor], to_hidden: bool) -> tuple[Tensor | None, Tensor]:
     """Of hidden x and of the weight W, where scores are W x / rms(x) + bias."""
     width = hidden.shape[-1]
     by_token = torch.stack([grad.transpose(1, 2) for grad in grads], 2).flatten(0, 1).flatten(1)  # [B * T, all groups]

@@ -59,12 +59,12 @@ def weight_parts(router: Router, dtype: torch.dtype) -> Tensor:
         return split(router.combined_weight(), dtype)
 
 
-def split(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same of a combined weight [sides, R, K, d]."""
+def split(weight: Tensor, dtype: torch.dtype, count: int = 3) -> Tensor:
+    """The same of a combined weight [sides, R, K, d]; of the bf16 parts the first `count`."""
     rest = weight.flatten(0, 2)
     if dtype != torch.bfloat16:
         return rest.contiguous()[None]
-    parts = torch.empty(3, *rest.shape, dtype=dtype, device=rest.device)
+    parts = torch.empty(count, *rest.shape, dtype=dtype, device=rest.device)
     parts[0].copy_(rest)
     for last, part in itertools.pairwise(parts):
         rest = rest - last

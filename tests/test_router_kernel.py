@@ -19,7 +19,7 @@ from focus_attn import FocusConfig, Router, get_focus_model
 from focus_attn.router import Routing, top_groups
 
 pytest.importorskip("triton")
-from focus_attn import router_kernel, router_weight
+from focus_attn import router_backward, router_kernel, router_training, router_weight
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -28,7 +28,8 @@ WIDTH = 50
 
 @pytest.fixture(autouse=True)
 def _kernel_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(router_module, "KERNEL_DEVICES", (DEVICE,))
+    for module in (router_module, router_training):
+        monkeypatch.setattr(module, "KERNEL_DEVICES", (DEVICE,))
     if not ON_GPU:
         _teach_interpreter_bf16(monkeypatch)
     # `torch.empty` gives NaN, so that an element nobody wrote is found.
@@ -308,18 +309,45 @@ def test_whoever_wants_to_see_operators_gets_them(launches: list[Tensor], monkey
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", SIZES)
-def test_gradients_are_those_of_the_operators(size: str, dtype: torch.dtype, launches: list[Tensor]) -> None:
+def test_gradients_are_those_of_the_operators(
+    size: str, dtype: torch.dtype, launches: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     shape, routers, config = SIZES[size]
     router, hidden = make_router(routers, shape[-1], **config).train(), make_hidden(*shape, dtype=dtype)
     pull, grads = torch.randn(2, shape[0], routers, shape[1], router.config.num_groups, device=DEVICE), []
-    for route in (router, lambda x: by_operators(router, x)):
-        routing = route(hidden.requires_grad_())
+    for devices in ((DEVICE,), ()):
+        for module in (router_module, router_training):
+            monkeypatch.setattr(module, "KERNEL_DEVICES", devices)
+        routing = router(hidden.requires_grad_())
         loss = (pull[0] * routing.query_scores).sum() + (pull[1] * routing.key_scores.square()).sum()
         grads.append(torch.autograd.grad(loss, (hidden, router.projection, router.centroids)))
     assert len(launches) == 1 and not routing.key_groups.requires_grad
     for got, want in zip(*grads, strict=True):
         tolerance = 1e-4 if got.dtype == torch.float32 else 1e-2
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("to_hidden", [True, False], ids=["to hidden states", "to the weight alone"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 3, 8, 64), (1, 2, 5, 50), (2, 5, 16, 80)], ids=str)
+def test_gradients_of_many_tokens(
+    sizes: tuple[int, ...], dtype: torch.dtype, to_hidden: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In several stretches and, where routers are many, several blocks of columns."""
+    monkeypatch.setattr(router_backward, "PROGRAMS", 4)
+    sides, routers, groups, width = sizes
+    hidden, weight = make_hidden(2, 170, width, dtype=dtype), torch.randn(*sizes, device=DEVICE)
+    # As autograd gives them: one lies otherwise.
+    grads = [torch.randn(2, 170, routers, groups, device=DEVICE).transpose(1, 2) for _ in range(sides)]
+    with nullcontext() if ON_GPU else bounded():
+        got = router_backward.gradients(hidden, weight, grads, to_hidden, router_training.EPS)
+    want = router_training.by_operators(hidden, weight, grads, to_hidden)
+    assert (got[0] is None) == (want[0] is None) == (not to_hidden)
+    for one, other in zip(got, want, strict=True):
+        if one is not None and other is not None:
+            assert one.dtype == other.dtype and one.shape == other.shape
+            tolerance = 1e-5 if one.dtype == torch.float32 else 1e-2
+            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance * float(other.abs().max()))
 
 
 def test_a_checkpointed_router_says_the_same_twice(launches: list[Tensor]) -> None:
