@@ -62,7 +62,9 @@ def main(
 def demo(
     report: Annotated[Path, typer.Option(help="Where to write the HTML report.")] = Path("focus-report.html"),
     length: Annotated[int | None, typer.Option(help="Tokens a block, for the fit and for perplexity.")] = None,
-    blocks: Annotated[int | None, typer.Option(help="Held-out blocks to measure perplexity on.")] = None,
+    blocks: Annotated[
+        int | None, typer.Option(help="Held-out blocks to measure perplexity on; 8, or 4 if slow.")
+    ] = None,
     train_blocks: Annotated[int | None, typer.Option(help="Blocks to fit the routers to.")] = None,
     steps: Annotated[int | None, typer.Option(help="Steps of the fit, for each layer.")] = None,
     budget: Annotated[float | None, typer.Option(help="Share of the token pairs to keep, 0 to 1.")] = None,
@@ -74,8 +76,9 @@ def demo(
 ) -> None:
     """Measure the shipped adapter, fit another, and see what each costs and saves, on this machine.
 
-    Takes about five minutes on two cores. The first run converts the model (SmolLM2-135M-Instruct) into the cache
-    folder, which the environment variable FOCUS_CACHE can move.
+    Takes about five minutes on two cores with units for matrices, a quarter of an hour on two without. The first run
+    converts the model (SmolLM2-135M-Instruct) into the cache folder, which the environment variable FOCUS_CACHE can
+    move.
     """
     with plain_errors():
         from focus_attn.bench import write_json

@@ -35,15 +35,16 @@ from focus_attn.zoo import find_adapter, load_default_model, tiny_random_model
 FULL, FOCUS, WINDOW, RANDOM = "full attention", "Focus, fitted now", "window + sinks", "random groups, same sizes"
 SHIPPED = "Focus, shipped adapter"
 
-# What is being done, how much of it is done, how much there is.
+SLOW = 5.0  # seconds a block: on such a machine half of the blocks are measured
 
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """Sizes of a demo. The defaults take about five minutes on two cores."""
+    """Sizes of a demo. The defaults take about five minutes on two cores with units for matrices, a quarter of an hour
+    on two without."""
 
     length: int = 2048
-    blocks: int = 8  # held-out blocks to measure perplexity on
+    blocks: int | None = None  # held-out blocks to measure perplexity on; None: 8, or 4 on a slow machine
     train_blocks: int = 24
     steps: int = 240
     budget: float = 0.30  # of the causal pairs, at `length`
@@ -131,7 +132,13 @@ def run_demo(
         base, tokenizer, dtype = _load(options)
         text = _text(options)
         train = token_blocks(tokenizer, text.train, options.length, options.train_blocks)
-        held_out = token_blocks(tokenizer, text.held_out, options.length, options.blocks)
+        held_out = token_blocks(tokenizer, text.held_out, options.length, options.blocks or 8)
+        if options.blocks is None and (seconds := _seconds_a_block(base, held_out)) > SLOW:
+            held_out = held_out[: max(1, len(held_out) // 2)]
+            if say is not None:
+                say(
+                    f"A block of {options.length:,} tokens takes about {seconds:.0f} s here: {len(held_out)} are measured."
+                )
         model = get_focus_model(base, options.config)
         report("loading the model and the text", 1, 1)
 
@@ -229,6 +236,15 @@ def _load(options: DemoOptions) -> tuple[Any, Any, torch.dtype]:
     dtype = fastest_dtype()
     model, tokenizer = load_default_model(dtype=dtype)
     return model, tokenizer, dtype
+
+
+@torch.no_grad()
+def _seconds_a_block(base: Any, blocks: Tensor) -> float:
+    """Of a whole one, from an eighth."""
+    part = blocks[:1, : max(1, blocks.shape[1] // 8)]
+    start = time.perf_counter()
+    base(part)
+    return 8 * (time.perf_counter() - start)
 
 
 def _text(options: DemoOptions) -> TextSplit:

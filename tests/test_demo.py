@@ -35,6 +35,15 @@ def test_every_condition_is_measured_on_the_same_predictions(demo):
     assert kept[RANDOM] == pytest.approx(kept[FOCUS], rel=0.2)
 
 
+@pytest.mark.parametrize(("blocks", "measured"), [(None, 4), (3, 3)])
+def test_a_slow_machine_measures_half_unless_it_is_told(monkeypatch, blocks, measured):
+    monkeypatch.setattr("focus_attn.demo.SLOW", 0.0)
+    said = []
+    result, _ = run_demo(DemoOptions.for_tests(blocks=blocks), say=said.append)
+    assert result.perplexity[FULL].blocks == measured
+    assert [("4 are measured" in line) for line in said] == ([] if blocks else [True])
+
+
 def test_the_shipped_adapter_is_shown_before_the_fit_and_leaves_nothing_behind(demo):
     result, model, seen, [(at, line)] = demo
     full, shipped = result.perplexity[FULL], result.perplexity[SHIPPED]

@@ -15,8 +15,8 @@ def fastest_dtype(device: torch.device | str = "cpu") -> torch.dtype:
     CPUs differ: some have units for bf16, others emulate it at a tenth of the speed, so it is measured.
     """
     # Where a CPU has none, PyTorch says so at length and turns oneDNN off, for fp32 too and for good.
-    with warnings.catch_warnings(), torch.backends.mkldnn.flags(enabled=torch.backends.mkldnn.enabled):
-        warnings.simplefilter("ignore")
+    as_it_is = torch.backends.mkldnn.enabled
+    with warnings.catch_warnings(action="ignore"), torch.backends.mkldnn.flags(enabled=as_it_is):
         seconds = {dtype: _seconds_a_product(dtype, device) for dtype in (torch.float32, torch.bfloat16)}
     return torch.bfloat16 if seconds[torch.bfloat16] * 1.3 < seconds[torch.float32] else torch.float32
 
