@@ -41,7 +41,7 @@ def test_a_slow_machine_measures_half_unless_it_is_told(monkeypatch, blocks, mea
     said = []
     result, _ = run_demo(DemoOptions.for_tests(blocks=blocks), say=said.append)
     assert result.perplexity[FULL].blocks == measured
-    assert [("4 are measured" in line) for line in said] == ([] if blocks else [True])
+    assert [("4 blocks are measured" in line) for line in said] == ([] if blocks else [True])
 
 
 def test_the_shipped_adapter_is_shown_before_the_fit_and_leaves_nothing_behind(demo):
