@@ -15,10 +15,11 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
 
-from focus_attn.attention.launch import brought_into_step, ceil_div, launch_variant, power_of_2
-from focus_attn.kernel_use import launching_on
+from focus_attn.attention.launch import brought_into_step, ceil_div, launch_variant, power_of_2, shared_memory
+from focus_attn.kernel_use import is_transformed, launching_on
+from focus_attn.router_training import EPS
 from focus_attn.router_weight import split
 
 MOST_COLUMNS = 64  # scores of a token that are in registers at once
@@ -141,13 +142,23 @@ def _weight_kernel(
     tl.store(PARTIAL + at, total, mask=(line < COLUMNS)[:, None] & (d < D)[None, :])
 
 
-def serves(hidden: Tensor) -> bool:
-    return hidden.dtype in (torch.bfloat16, torch.float16, torch.float32) and hidden.numel() > 0
+def serves(hidden: Tensor, *others: Tensor) -> bool:
+    """Nobody watches PyTorch's operators, and there is something to do."""
+    return (
+        hidden.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        and hidden.numel() > 0
+        and all(type(x) in (Tensor, nn.Parameter) for x in (hidden, *others))
+        and not is_transformed()
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
 
 
-def gradients(
-    hidden: Tensor, weight: Tensor, grads: list[Tensor], to_hidden: bool, eps: float
-) -> tuple[Tensor | None, Tensor]:
+def stages_for(room: int, block: int, most: int) -> int:
+    """Pipeline stages whose two fp32 tiles, and one more pair of them, fit into this much shared memory."""
+    return max(1, min(most, room // (8 * block * block) - 1))
+
+
+def gradients(hidden: Tensor, weight: Tensor, grads: list[Tensor], to_hidden: bool) -> tuple[Tensor | None, Tensor]:
     """Of hidden [B, T, d] and weight [sides, R, K, d]; grads: of each side's scores [B, R, T, K] fp32."""
     (batch, tokens, width), (sides, routers, groups, _) = hidden.shape, weight.shape
     rows, columns, device = batch * tokens, sides * routers * groups, hidden.device
@@ -162,8 +173,9 @@ def gradients(
     across = ceil_div(width, block) * ceil_div(columns, block_c)
     stretch = block * ceil_div(ceil_div(rows, block), max(1, PROGRAMS // across))
     partial = torch.empty(ceil_div(rows, stretch), columns, width, dtype=torch.float32, device=device)
+    room = shared_memory(device)
     signature: tuple[Any, ...] = (width, sides, routers, groups, to_hidden, hidden.dtype, device)
-    signature += tuple(x.data_ptr() % 16 == 0 for x in (hidden, *grads))
+    signature += tuple(x.data_ptr() % 16 == 0 for x in (hidden, parts, *grads))
     sizes = {
         "D": width, "SIDES": sides, "R": routers, "K": groups,
         "PRECISION": "tf32x3" if torch.version.cuda else "ieee", "IN_PARTS": in_parts,
@@ -173,11 +185,12 @@ def gradients(
         launch_variant(
             _variants, ("hidden", *signature), _hidden_kernel, (ceil_div(rows, block), 1, 1),
             (hidden, parts, grads[0], grads[-1], into, scale, rows, tokens),
-            lambda: {**sizes, "EPS": eps, "TO_HIDDEN": to_hidden}, 4, 2,
+            lambda: {**sizes, "EPS": EPS, "TO_HIDDEN": to_hidden}, 4, stages_for(room, block, 2),
         )  # fmt: skip
         launch_variant(
             _variants, ("weight", *signature), _weight_kernel,
             (ceil_div(width, block), ceil_div(columns, block_c), len(partial)),
-            (hidden, scale, grads[0], grads[-1], partial, rows, tokens, stretch), lambda: sizes, 4, 3,
+            (hidden, scale, grads[0], grads[-1], partial, rows, tokens, stretch),
+            lambda: sizes, 4, stages_for(room, block, 3),
         )  # fmt: skip
     return into if to_hidden else None, partial.sum(0).view(weight.shape)

@@ -50,9 +50,9 @@ class TrainedScores(torch.autograd.Function):
 
 def _gradients(hidden: Tensor, weight: Tensor, grads: list[Tensor], to_hidden: bool) -> tuple[Tensor | None, Tensor]:
     kernel = kernels("focus_attn.router_backward") if hidden.device.type in KERNEL_DEVICES else None
-    if kernel is None or not kernel.serves(hidden):
+    if kernel is None or not kernel.serves(hidden, weight, *grads):
         return by_operators(hidden, weight, grads, to_hidden)
-    gradients: tuple[Tensor | None, Tensor] = kernel.gradients(hidden, weight, grads, to_hidden, EPS)
+    gradients: tuple[Tensor | None, Tensor] = kernel.gradients(hidden, weight, grads, to_hidden)
     return gradients
 
 

@@ -40,7 +40,8 @@ def test_a_slow_machine_measures_half_unless_it_is_told(monkeypatch, blocks, mea
     monkeypatch.setattr("focus_attn.demo.SLOW", 0.0)
     said = []
     result, _ = run_demo(DemoOptions.for_tests(blocks=blocks), say=said.append)
-    assert result.perplexity[FULL].blocks == measured
+    told, _ = run_demo(DemoOptions.for_tests(blocks=measured))
+    assert result.perplexity[FULL].blocks == measured and result.perplexity[FULL].ppl == told.perplexity[FULL].ppl
     assert [("4 blocks are measured" in line) for line in said] == ([] if blocks else [True])
 
 

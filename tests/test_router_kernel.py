@@ -315,13 +315,18 @@ def test_gradients_are_those_of_the_operators(
     shape, routers, config = SIZES[size]
     router, hidden = make_router(routers, shape[-1], **config).train(), make_hidden(*shape, dtype=dtype)
     pull, grads = torch.randn(2, shape[0], routers, shape[1], router.config.num_groups, device=DEVICE), []
+    ran: list[Tensor] = []
+    kernels = router_backward.gradients
+    monkeypatch.setattr(
+        router_backward, "gradients", lambda hidden, *rest: ran.append(hidden) or kernels(hidden, *rest)
+    )
     for devices in ((DEVICE,), ()):
         for module in (router_module, router_training):
             monkeypatch.setattr(module, "KERNEL_DEVICES", devices)
         routing = router(hidden.requires_grad_())
         loss = (pull[0] * routing.query_scores).sum() + (pull[1] * routing.key_scores.square()).sum()
         grads.append(torch.autograd.grad(loss, (hidden, router.projection, router.centroids)))
-    assert len(launches) == 1 and not routing.key_groups.requires_grad
+    assert len(launches) == len(ran) == 1 and not routing.key_groups.requires_grad
     for got, want in zip(*grads, strict=True):
         tolerance = 1e-4 if got.dtype == torch.float32 else 1e-2
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance * float(want.abs().max()))
@@ -334,13 +339,13 @@ def test_gradients_of_many_tokens(
     sizes: tuple[int, ...], dtype: torch.dtype, to_hidden: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In several stretches and, where routers are many, several blocks of columns."""
-    monkeypatch.setattr(router_backward, "PROGRAMS", 4)
+    monkeypatch.setattr(router_backward, "PROGRAMS", 16)
     sides, routers, groups, width = sizes
     hidden, weight = make_hidden(2, 170, width, dtype=dtype), torch.randn(*sizes, device=DEVICE)
-    # As autograd gives them: one lies otherwise.
-    grads = [torch.randn(2, 170, routers, groups, device=DEVICE).transpose(1, 2) for _ in range(sides)]
+    grads = [torch.randn(2, routers, 170, groups, device=DEVICE) for _ in range(sides)]
+    grads[-1] = grads[-1].transpose(1, 2).contiguous().transpose(1, 2)  # as autograd may give them
     with nullcontext() if ON_GPU else bounded():
-        got = router_backward.gradients(hidden, weight, grads, to_hidden, router_training.EPS)
+        got = router_backward.gradients(hidden, weight, grads, to_hidden)
     want = router_training.by_operators(hidden, weight, grads, to_hidden)
     assert (got[0] is None) == (want[0] is None) == (not to_hidden)
     for one, other in zip(got, want, strict=True):
@@ -348,6 +353,24 @@ def test_gradients_of_many_tokens(
             assert one.dtype == other.dtype and one.shape == other.shape
             tolerance = 1e-5 if one.dtype == torch.float32 else 1e-2
             torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance * float(other.abs().max()))
+
+
+def test_whoever_watches_the_backward_sees_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    router, hidden = make_router().train(), make_hidden().requires_grad_()
+    ran: list[Tensor] = []
+    monkeypatch.setattr(router_backward, "gradients", lambda hidden, *rest: ran.append(hidden))
+    with FlopCounterMode(display=False) as counted:
+        scores = router(hidden).key_scores
+        forward = counted.get_total_flops()
+        scores.sum().backward()
+    assert counted.get_total_flops() > 2 * forward and not ran and hidden.grad is not None
+
+
+@pytest.mark.parametrize("room", [65_536, 101_376, 166_912, 232_448])
+def test_gradients_fit_into_shared_memory(room: int) -> None:
+    """Read off kernels compiled for sm_90 at blocks of 64 in fp32: 131,584 bytes in three stages."""
+    stages = router_backward.stages_for(room, 64, 3)
+    assert stages == min(3, room // 32_768 - 1) and (stages + 1) * 32_768 <= room
 
 
 def test_a_checkpointed_router_says_the_same_twice(launches: list[Tensor]) -> None:

@@ -123,10 +123,10 @@ def test_device_map(architecture, where, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_quantised_base_model():
+def test_a_quantised_base_model(monkeypatch):
     """int8 linear layers, which have no parameters to look a device or dtype up from."""
     if torch.backends.quantized.engine == "x86" and platform.machine() not in ("x86_64", "AMD64"):
-        torch.backends.quantized.engine = "qnnpack"  # PyTorch takes the other for granted
+        monkeypatch.setattr(torch.backends.quantized, "engine", "qnnpack")  # PyTorch takes the other for granted
     base, ids = tiny_model(), tokens(length=40)
     quantised = torch.ao.quantization.quantize_dynamic(base, {nn.Linear}, dtype=torch.qint8)
     dense = logits(quantised, ids)
