@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 
 @functools.cache
@@ -32,3 +33,10 @@ def is_transformed() -> bool:
         or torch.jit.is_tracing()
         or torch._C._functorch.peek_interpreter_stack() is not None
     )
+
+
+def needs_operators(*tensors: Tensor | None) -> bool:
+    """Whether PyTorch must see its operators: for a transform, a dispatch mode, or a tensor of a class of its own."""
+    if is_transformed() or torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    return any(x is not None and type(x) is not Tensor and type(x) is not nn.Parameter for x in tensors)

@@ -15,14 +15,13 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor, nn
+from torch import Tensor
 
 from focus_attn.attention.launch import brought_into_step, ceil_div, launch_variant, power_of_2, shared_memory
-from focus_attn.kernel_use import is_transformed, launching_on
+from focus_attn.kernel_use import launching_on, needs_operators
 from focus_attn.router_training import EPS
 from focus_attn.router_weight import split
 
-MOST_COLUMNS = 64  # scores of a token that are in registers at once
 WEIGHT_PARTS = 2  # 16 bits of the weight, for a gradient that is rounded to 8
 PROGRAMS = 256  # of the second kernel, about
 _variants: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
@@ -144,13 +143,8 @@ def _weight_kernel(
 
 def serves(hidden: Tensor, *others: Tensor) -> bool:
     """Nobody watches PyTorch's operators, and there is something to do."""
-    return (
-        hidden.dtype in (torch.bfloat16, torch.float16, torch.float32)
-        and hidden.numel() > 0
-        and all(type(x) in (Tensor, nn.Parameter) for x in (hidden, *others))
-        and not is_transformed()
-        and torch._C._len_torch_dispatch_stack() == 0
-    )
+    known = hidden.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    return known and hidden.numel() > 0 and not needs_operators(hidden, *others)
 
 
 def stages_for(room: int, block: int, most: int) -> int:
@@ -167,7 +161,7 @@ def gradients(hidden: Tensor, weight: Tensor, grads: list[Tensor], to_hidden: bo
     parts = split(weight, hidden.dtype, WEIGHT_PARTS) if to_hidden else weight
     # `launch.in_step` says why rows out of step have small tiles.
     block = 32 if width % 16 else 64
-    block_c = min(block, MOST_COLUMNS, max(16, power_of_2(columns)))
+    block_c = min(block, max(16, power_of_2(columns)))
     scale = torch.empty(rows, dtype=torch.float32, device=device)
     into = torch.empty_like(hidden) if to_hidden else hidden
     across = ceil_div(width, block) * ceil_div(columns, block_c)

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor, nn
+from torch import Tensor
 
 from focus_attn.attention.launch import brought_into_step, ceil_div, launch_variant, power_of_2, shared_memory
-from focus_attn.kernel_use import is_transformed, launching_on
+from focus_attn.kernel_use import launching_on, needs_operators
 from focus_attn.router import Router, Routing
 from focus_attn.router_training import EPS, TrainedScores, goes_by_hand
 from focus_attn.router_weight import forget_weight, kept_weight, split, weight_parts
@@ -153,9 +153,7 @@ def _serves(router: Router, projection: Tensor, centroids: Tensor, hidden: Tenso
     """Nobody watches PyTorch's operators, and the sizes fit."""
     config = router.config
     return (
-        type(hidden) is Tensor
-        and type(projection) in (Tensor, nn.Parameter)
-        and type(centroids) in (Tensor, nn.Parameter)
+        not needs_operators(hidden, projection, centroids)
         and not projection.is_inference()  # such tensors have no versions
         and not centroids.is_inference()
         and hidden.dtype in (torch.bfloat16, torch.float16, torch.float32)
@@ -163,8 +161,6 @@ def _serves(router: Router, projection: Tensor, centroids: Tensor, hidden: Tenso
         and config.routing == "causal"
         and config.num_groups <= MOST_GROUPS
         and max(config.query_top_k, config.key_top_k) <= MOST_CHOICES
-        and not is_transformed()
-        and torch._C._len_torch_dispatch_stack() == 0
     )
 
 

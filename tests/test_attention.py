@@ -352,7 +352,7 @@ def test_a_node_without_an_operator_gives_what_the_operator_gives(
     results = []
     for as_operator in (False, True):
         if as_operator:
-            monkeypatch.setattr("focus_attn.attention.ops._needs_operator", lambda differentiable: True)
+            monkeypatch.setattr("focus_attn.attention.ops.needs_operators", lambda *tensors: True)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             out, lse = focus_attention(
                 q, k, v, *ids, num_groups=3, window=4, num_sinks=1, backend=backend, return_lse=True,

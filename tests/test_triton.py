@@ -167,7 +167,8 @@ def test_rows_out_of_step_have_tiles_without_warpgroup_products(room: int, width
             out = focus_attention(*inputs, ids, ids, num_groups=3, window=5, num_sinks=2, backend=backend)
             results.append([out.detach(), *torch.autograd.grad(out.sum(), inputs)])
     products = [tile for tile in used if None not in tile.values()]
-    assert len(products) >= 4 and all(max(tile.values()) <= 32 for tile in products)
+    fewest = 4 if ON_GPU else 6  # cuDNN has the groups there
+    assert len(products) >= fewest and all(max(tile.values()) <= 32 for tile in products)
     for got, want in zip(*results, strict=True):
         assert worst(got, want) <= 3e-3 * max(1.0, float(want.abs().max()))
 

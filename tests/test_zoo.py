@@ -10,6 +10,7 @@ import torch
 
 from focus_attn import FocusConfig, FocusModel, get_focus_model, zoo
 from focus_attn.adapters import read_adapter
+from focus_attn.bench import fastest_dtype
 
 
 @pytest.fixture
@@ -164,7 +165,7 @@ def test_tiny_model_reads_what_it_writes():
 def test_default_model_answers_and_splits_digits(monkeypatch):
     """The real thing, through the user's own cache: slow on a machine's first run, a second afterwards."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    model, tokenizer = zoo.load_default_model()
+    model, tokenizer = zoo.load_default_model(dtype=fastest_dtype())
     assert model.config.num_hidden_layers == 30
     assert not hasattr(model.config, "quantization_config")
     # Spaces before a number: with GPT-2's splitting alone the second would go to the digit.

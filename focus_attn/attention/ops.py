@@ -14,7 +14,7 @@ from torch import Tensor
 from focus_attn.attention.call import AttentionCall
 from focus_attn.attention.stock import Gradients
 from focus_attn.gradients import first_order
-from focus_attn.kernel_use import is_transformed
+from focus_attn.kernel_use import needs_operators
 from focus_attn.visibility import Pattern, Tokens
 
 Forward = Callable[[AttentionCall], tuple[Tensor, Tensor]]
@@ -160,7 +160,7 @@ def make_operator(
 
     def attention(call: AttentionCall) -> tuple[Tensor, Tensor]:
         differentiable = call.q, call.k, call.v, call.sink_logits, call.query_gate, call.key_gate
-        if not _needs_operator(differentiable):
+        if not needs_operators(*differentiable):
             if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiable):
                 return Node.apply(call, *differentiable)  # type: ignore[no-any-return]
             with _without_autocast(call.q.device.type):
@@ -173,15 +173,6 @@ def make_operator(
         return out, lse.detach()  # its gradient is inside: what a merge needs of it must not be added again
 
     return attention
-
-
-def _needs_operator(differentiable: tuple[Tensor | None, ...]) -> bool:
-    """Whether PyTorch must see an operator: for a graph, or because something wants to know what is called."""
-    if is_transformed() or torch._C._len_torch_dispatch_stack() > 0:
-        return True
-    return any(
-        x is not None and type(x) is not Tensor and not isinstance(x, torch.nn.Parameter) for x in differentiable
-    )
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
