@@ -50,6 +50,13 @@ class Case:
         q, k, v = (x.detach().to(dtype).requires_grad_() for x in (self.q, self.k, self.v))
         return Case(q, k, v, self.query_groups, self.key_groups, self.options)
 
+    def to(self, device: str) -> "Case":
+        def move(x: Any) -> Any:
+            return x.detach().to(device).requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+
+        q, k, v, query_groups, key_groups = map(move, (self.q, self.k, self.v, self.query_groups, self.key_groups))
+        return Case(q, k, v, query_groups, key_groups, {name: move(x) for name, x in self.options.items()})
+
     def is_sparse(self) -> bool:
         call = self.call()
         visible = count_visible_pairs(call.query_groups, call.key_groups, call.tokens, call.pattern)

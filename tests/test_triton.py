@@ -38,14 +38,7 @@ def _poisoned_memory() -> Iterator[None]:
 
 
 def case_for(seed: int, gates: bool = False) -> Case:
-    case = random_case(seed, gates=gates, largest=50)
-
-    def move(x: object) -> object:
-        return x.detach().to(DEVICE).requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
-
-    query_groups, key_groups = case.query_groups.to(DEVICE), case.key_groups.to(DEVICE)
-    q, k, v = (move(x) for x in (case.q, case.k, case.v))
-    return Case(q, k, v, query_groups, key_groups, {name: move(x) for name, x in case.options.items()})
+    return random_case(seed, gates=gates, largest=50).to(DEVICE)
 
 
 @pytest.mark.parametrize("gates", [False, True], ids=["plain", "gated"])

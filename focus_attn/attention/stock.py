@@ -14,14 +14,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from focus_attn.attention import flash
 from focus_attn.attention.call import AttentionCall
 from focus_attn.attention.kernels import Kernel, Tile, TileGrads, kernel_for
 from focus_attn.attention.merge import merge, merge_sink_logits, sink_logits_grad
 from focus_attn.attention.pieces import Piece, pieces
 from focus_attn.attention.plan import Branch, branches
+from focus_attn.attention.ragged import Band, band
 from focus_attn.visibility import Tokens, count_positions, visible_mask
 
-DENSE_PAIRS = 1 << 20  # up to this many query-key pairs masked calls beat sorting; see `_prefers_mask`
+DENSE_PAIRS = 1 << 20  # up to some times so many query-key pairs masked calls beat sorting; see `_prefers_mask`
 MASKED_ROWS = 512  # queries a masked call
 
 
@@ -32,7 +34,10 @@ def stock_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
     out = torch.zeros(batch, heads, queries, call.v.shape[-1], dtype=torch.float32, device=call.q.device)
     lse = torch.full((batch, heads, queries), -math.inf, dtype=torch.float32, device=call.q.device)
     if queries and call.k.shape[2]:
-        if is_plain_causal(call):
+        near = _flash_band(call)
+        if near is not None:
+            out, lse = flash.flash_forward(call, near)
+        elif is_plain_causal(call):
             tile = _causal_tile(call)
             out, lse = (_merge_heads(x, call) for x in kernel.forward(tile))
         elif _prefers_mask(call):
@@ -72,7 +77,12 @@ def stock_backward(call: AttentionCall, grad: Tensor, out: Tensor, lse: Tensor) 
         )
     if call.q.shape[2] and call.k.shape[2]:
         lse = lse.masked_fill(lse == -math.inf, math.inf)  # exp(s - inf) = 0: a query that saw nothing teaches nothing
-        if is_plain_causal(call):
+        near = _flash_band(call)
+        if near is not None:
+            total.q, total.k, total.v, gates = flash.flash_backward(call, near, grad, out, lse)
+            if gates is not None:
+                total.query_gate, total.key_gate = gates
+        elif is_plain_causal(call):
             tiles = [(0, call.q.shape[2], _causal_tile(call))]
             _backward_tiles(call, kernel, tiles, grad, out, lse, total)
         elif _prefers_mask(call):
@@ -85,7 +95,12 @@ def stock_backward(call: AttentionCall, grad: Tensor, out: Tensor, lse: Tensor) 
     )  # fmt: skip
 
 
-# Which way: plain causal, one mask, or branches. Forward and backward must choose alike.
+# Which way: Flash, plain causal, one mask, or branches. Forward and backward must choose alike.
+
+
+def _flash_band(call: AttentionCall) -> Band | None:
+    """The near pairs for Flash attention; None where it does not serve the call."""
+    return band(call) if flash.serves(call) and not _prefers_mask(call) else None
 
 
 def is_plain_causal(call: AttentionCall) -> bool:
@@ -105,10 +120,14 @@ def is_plain_causal(call: AttentionCall) -> bool:
 def _prefers_mask(call: AttentionCall) -> bool:
     if call.query_gate is not None:  # gates need to know which pairs are far
         return False
-    # Measured on two CPU cores: several routers are several sorts, and half precision makes the masked products cheap.
     several, half = call.query_groups.shape[1] > 1, call.q.element_size() == 2
-    most = DENSE_PAIRS * (1 if not several else 4 if half else 2)
-    return call.q.shape[2] <= 16 or call.q.shape[2] * call.k.shape[2] <= most
+    if (
+        call.q.device.type == "cuda"
+    ):  # measured on an H200 (results/attention_h200/stock.json): planning waits, blocks launch
+        times = 4 if flash.serves(call) else 64 if several else 16
+    else:  # on two CPU cores: several routers are several sorts, and half precision makes the masked products cheap
+        times = 1 if not several else 4 if half else 2
+    return call.q.shape[2] <= 16 or call.q.shape[2] * call.k.shape[2] <= times * DENSE_PAIRS
 
 
 def is_published_setting(call: AttentionCall) -> bool:
