@@ -12,10 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+DEVICES: tuple[str, ...] = ("cuda",)
+
+
+def kernels(module: str, device: torch.device) -> ModuleType | None:
+    """A module of kernels, where the device has them."""
+    return _imported(module) if device.type in DEVICES else None
+
 
 @functools.cache
-def kernels(module: str) -> ModuleType | None:
-    """A module of kernels, imported at its first use: Triton is optional and takes a moment to import."""
+def _imported(module: str) -> ModuleType | None:
+    """At its first use: Triton is optional and takes a moment to import."""
     return None if importlib.util.find_spec("triton") is None else importlib.import_module(module)
 
 

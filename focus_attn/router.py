@@ -19,8 +19,6 @@ from focus_attn.kernel_use import kernels
 from focus_attn.router_training import EPS, TrainedScores, goes_by_hand
 from focus_attn.router_weight import forget_weight
 
-KERNEL_DEVICES = ("cuda",)
-
 
 class Routing(NamedTuple):
     """What a router says of a batch of tokens. R routers, K groups."""
@@ -79,10 +77,9 @@ class Router(nn.Module):
     def forward(self, hidden: Tensor, token_mask: Tensor | None = None) -> Routing:
         """[B, T, d] -> Routing. `token_mask` [B, T] (True = real) matters to `paper_leaky` alone."""
         self._check_hidden(hidden)
-        if not torch.compiler.is_compiling() and hidden.device.type in KERNEL_DEVICES:
-            routing = _route_by_kernel(self, hidden)
-            if routing is not None:
-                return routing
+        routing = None if torch.compiler.is_compiling() else _route_by_kernel(self, hidden)
+        if routing is not None:
+            return routing
         with torch.autocast(device_type=hidden.device.type, enabled=False):
             weight = self.combined_weight()
 
@@ -169,8 +166,8 @@ def sinkhorn(logits: Tensor, iterations: int, token_mask: Tensor | None = None) 
 
 
 def _route_by_kernel(router: Router, hidden: Tensor) -> Routing | None:
-    """None where the kernel cannot: without Triton, or when PyTorch is to see what is computed."""
-    kernel = kernels("focus_attn.router_kernel")
+    """None where the kernel cannot: not on this device, or when PyTorch is to see what is computed."""
+    kernel = kernels("focus_attn.router_kernel", hidden.device)
     routing: Routing | None = None if kernel is None else kernel.route(router, hidden)
     if routing is not None:
         _check_scores(routing.query_scores, routing.key_scores)

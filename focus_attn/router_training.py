@@ -15,7 +15,6 @@ from torch import Tensor
 from focus_attn.gradients import first_order
 from focus_attn.kernel_use import is_transformed, kernels
 
-KERNEL_DEVICES = ("cuda",)
 EPS = 1e-6  # of the root mean square
 
 
@@ -49,7 +48,7 @@ class TrainedScores(torch.autograd.Function):
 
 
 def _gradients(hidden: Tensor, weight: Tensor, grads: list[Tensor], to_hidden: bool) -> tuple[Tensor | None, Tensor]:
-    kernel = kernels("focus_attn.router_backward") if hidden.device.type in KERNEL_DEVICES else None
+    kernel = kernels("focus_attn.router_backward", hidden.device)
     if kernel is None or not kernel.serves(hidden, weight, *grads):
         return by_operators(hidden, weight, grads, to_hidden)
     gradients: tuple[Tensor | None, Tensor] = kernel.gradients(hidden, weight, grads, to_hidden)

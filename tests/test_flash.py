@@ -103,6 +103,7 @@ def _plain_kernels(_small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, plain in (("run", plain_run), ("run_backward", plain_run_backward), ("masked", plain_masked)):
         monkeypatch.setattr(flash, name, plain)
     monkeypatch.setattr(flash, "has_kernel", lambda device, dtype: True)
+    monkeypatch.setattr(flash, "_widest", lambda device: 256)
 
 
 def cases(wanted: Callable[[Case], bool], seed: int, gates: bool, largest: int = 150) -> Iterator[Case]:

@@ -12,8 +12,7 @@ from test_router_kernel import _teach_interpreter_bf16
 from tiny import focus, tokens
 from torch import Tensor
 
-import focus_attn.training.probe as probe_module
-from focus_attn import FocusConfig, focus_attention
+from focus_attn import FocusConfig, focus_attention, kernel_use
 from focus_attn.training.probe import Probe, _Given, by_operators, gate_gradients
 from focus_attn.training.step import StepOptions, training_step
 from focus_attn.visibility import Pattern, Tokens, count_positions
@@ -28,7 +27,7 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 
 @pytest.fixture(autouse=True)
 def _kernel_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(probe_module, "KERNEL_DEVICES", (DEVICE,))
+    monkeypatch.setattr(kernel_use, "DEVICES", (DEVICE,))
     if not ON_GPU:
         _teach_interpreter_bf16(monkeypatch)
     # `torch.empty` gives NaN, so that an element nobody wrote is found.
@@ -154,7 +153,7 @@ def test_a_step_learns_the_same_through_the_kernel(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(probe_kernel, "gate_gradients", lambda *given: calls.append(given) or launch(*given))
     results = []
     for devices in ((DEVICE,), ()):
-        monkeypatch.setattr(probe_module, "KERNEL_DEVICES", devices)
+        monkeypatch.setattr(kernel_use, "DEVICES", devices)
         torch.manual_seed(1)
         model.zero_grad()
         training_step(model, ids, options=StepOptions(probes=12)).loss.backward()

@@ -19,7 +19,7 @@ from focus_attn import FocusConfig, Router, get_focus_model
 from focus_attn.router import Routing, top_groups
 
 pytest.importorskip("triton")
-from focus_attn import router_backward, router_kernel, router_training, router_weight
+from focus_attn import kernel_use, router_backward, router_kernel, router_training, router_weight
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -28,8 +28,7 @@ WIDTH = 50
 
 @pytest.fixture(autouse=True)
 def _kernel_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (router_module, router_training):
-        monkeypatch.setattr(module, "KERNEL_DEVICES", (DEVICE,))
+    monkeypatch.setattr(kernel_use, "DEVICES", (DEVICE,))
     if not ON_GPU:
         _teach_interpreter_bf16(monkeypatch)
     # `torch.empty` gives NaN, so that an element nobody wrote is found.
@@ -83,7 +82,7 @@ def make_hidden(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def by_operators(router: Router, hidden: Tensor) -> Routing:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(router_module, "KERNEL_DEVICES", ())
+        patch.setattr(kernel_use, "DEVICES", ())
         return router(hidden)
 
 
@@ -321,8 +320,7 @@ def test_gradients_are_those_of_the_operators(
         router_backward, "gradients", lambda hidden, *rest: ran.append(hidden) or kernels(hidden, *rest)
     )
     for devices in ((DEVICE,), ()):
-        for module in (router_module, router_training):
-            monkeypatch.setattr(module, "KERNEL_DEVICES", devices)
+        monkeypatch.setattr(kernel_use, "DEVICES", devices)
         routing = router(hidden.requires_grad_())
         loss = (pull[0] * routing.query_scores).sum() + (pull[1] * routing.key_scores.square()).sum()
         grads.append(torch.autograd.grad(loss, (hidden, router.projection, router.centroids)))
@@ -417,7 +415,7 @@ def test_a_model_says_the_same_with_it(launches: list[Tensor]) -> None:
     got = model(ids).logits
     assert launches
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(router_module, "KERNEL_DEVICES", ())
+        patch.setattr(kernel_use, "DEVICES", ())
         torch.testing.assert_close(got, model(ids).logits, rtol=1e-4, atol=1e-4)
 
 

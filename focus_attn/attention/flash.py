@@ -25,29 +25,39 @@ BACKWARD_BLOCK = 64  # the edges of a backward are plain products: half the bloc
 EDGE_KEYS = 128
 BACKWARD_EDGE_KEYS = 64
 EDGE_BYTES = 1 << 29  # of what is gathered for edges at once
-WIDEST = 256
 
 
 def serves(call: AttentionCall) -> bool:
     """Known without a look at values, but for positions: see `ragged.band`."""
-    return has_kernel(call.q.device, call.q.dtype) and could_serve(call)
+    return has_kernel(call.q.device, call.q.dtype) and could_serve(call) and _width(call) <= _widest(call.q.device)
 
 
 def could_serve(call: AttentionCall) -> bool:
     """On a device that has the kernel."""
-    sliding, gated = call.pattern.sliding_window, call.query_gate is not None
+    sliding = call.pattern.sliding_window
     return (
         call.softcap is None
-        and max(call.q.shape[-1] + 2 * gated, call.v.shape[-1]) <= WIDEST
         and min(call.query_groups.shape[-1], call.key_groups.shape[-1]) == 1
         and (sliding is None or sliding <= call.pattern.window + 1)
         and call.q.shape[2] <= call.k.shape[2]
     )
 
 
+def _width(call: AttentionCall) -> int:
+    """Of the vectors that a backward has: see `_far_backward`."""
+    gated = call.query_gate is not None
+    return max(call.q.shape[-1] + 2 * gated, call.v.shape[-1])
+
+
+def _widest(device: torch.device) -> int:
+    """Backwards of wider heads want the shared memory of data-centre GPUs."""
+    return 256 if torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0)) else 192
+
+
 def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     return (
         device.type == "cuda"
+        and torch.version.hip is None  # its kernel takes no `seqused_k`
         and dtype in (torch.bfloat16, torch.float16)
         and torch.backends.cuda.is_flash_attention_available()
         and torch.cuda.get_device_capability(device) >= (8, 0)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from focus_attn.gradients import first_order
-from focus_attn.kernel_use import kernels, launching_on
+from focus_attn.kernel_use import kernels, launching_on, needs_operators
 from focus_attn.layer import AttentionInputs
 from focus_attn.router import Routing
 from focus_attn.visibility import Pattern, Tokens, memberships, near_and_reachable, shares_group
@@ -28,8 +28,6 @@ from focus_attn.visibility import Pattern, Tokens, memberships, near_and_reachab
 if TYPE_CHECKING:
     from focus_attn.attention.launch import Tile
     from focus_attn.training.probe_kernel import Reach
-
-KERNEL_DEVICES = ("cuda",)
 
 
 class Probe:
@@ -108,8 +106,8 @@ def gate_gradients(given: _Given, grad: Tensor, *tensors: Tensor) -> tuple[Tenso
     """Gradients of the query's and the key's log assignments, [B, R, T, K] fp32. tensors: output, q, k, v, logsumexp,
     query groups, key groups."""
     out, q, k, v, lse, query_groups, key_groups = tensors
-    kernel = kernels("focus_attn.training.probe_kernel") if q.device.type in KERNEL_DEVICES else None
-    if kernel is None or not kernel.serves(q, v, given.pattern.num_groups):
+    kernel = kernels("focus_attn.training.probe_kernel", q.device)
+    if kernel is None or needs_operators(grad, *tensors) or not kernel.serves(q, v, given.pattern.num_groups):
         return by_operators(given, grad, *tensors)
     probe, tokens, pattern, scale, softcap = given
     tile = kernel.tile_for(q, v)
