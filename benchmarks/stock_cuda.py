@@ -44,6 +44,7 @@ def going(way: str) -> Iterator[None]:
         if way != "flash":
             stack.enter_context(mock.patch.object(flash, "has_kernel", lambda device, dtype: False))
         stack.enter_context(mock.patch.object(stock, "_prefers_mask", lambda call: way == "masked"))
+        stack.enter_context(mock.patch.object(stock, "FLASH_FROM", 0))
         yield
 
 

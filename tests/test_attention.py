@@ -259,6 +259,19 @@ def test_softcap_never_forms_a_square_and_ignores_autocast(window: int, monkeypa
         torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+@pytest.mark.parametrize("window", [4, 100], ids=["sparse", "plain causal"])
+@pytest.mark.parametrize("backend", ["auto", "stock"])
+def test_scores_may_be_turned_round(backend: str, window: int, scale: float) -> None:
+    """PyTorch's kernels give NaN there: minus infinity times the scale."""
+    q, k, v = (torch.randn(1, 2, 40, 16, requires_grad=True) for _ in range(3))
+    ids = torch.randint(0, 3, (1, 1, 40, 1))
+    case = Case(q, k, v, ids, ids, {"num_groups": 3, "window": window, "scale": scale})
+    grad = torch.randn_like(q)
+    for got, want in zip(case.run(backend, grad), case.run("reference", grad), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
 def test_double_precision_is_served_to_fp32_accuracy() -> None:
     case = random_case(8)
     grad = torch.randn(*case.q.shape[:3], case.v.shape[-1])

@@ -1,15 +1,15 @@
 """`stock` by Flash attention: its lists, its batches, and on a GPU its kernels, against the oracle."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
 from attention_cases import Case, plain_attention, random_case
 
-from focus_attn.attention import flash, stock
+from focus_attn.attention import flash, ragged, stock
 from focus_attn.attention.flash import Rows
-from focus_attn.attention.ragged import Batch, band
+from focus_attn.attention.ragged import Batch
 
 NAMES = ("out", "q", "k", "v", "other", "other", "other")
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="Flash attention runs on CUDA")
@@ -18,6 +18,8 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="Flash attenti
 def sequences(batch: Batch) -> list[tuple[slice, slice]]:
     """The queries and keys of every sequence, from what the kernel is told."""
     starts, key_starts = batch.query_starts.tolist(), batch.key_starts.tolist()
+    assert starts[0] == 0 and 0 < len(starts) - 1 <= ragged.MOST_SEQUENCES and starts == sorted(starts)
+    assert batch.key_lengths is not None or key_starts == sorted(key_starts)
     lengths = batch.key_starts.diff().tolist() if batch.key_lengths is None else batch.key_lengths.tolist()
     assert int(batch.query_starts.diff().max()) <= batch.longest_queries
     assert max(lengths) <= batch.longest_keys
@@ -43,7 +45,7 @@ def plain_scores(rows: Rows, at: tuple[slice, slice], batch: Batch, scale: float
 
 
 def plain_run(rows: Rows, batch: Batch, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `flash.run` promises, by plain products."""
+    """What `flash._run` promises, by plain products."""
     heads = rows.q.shape[1]
     out = torch.full((len(rows.q), heads, rows.v.shape[-1]), math.nan)
     lse = torch.full((len(rows.q), heads), math.nan)
@@ -57,7 +59,7 @@ def plain_run(rows: Rows, batch: Batch, scale: float) -> tuple[torch.Tensor, tor
 
 
 def plain_run_backward(rows: Rows, final: list[torch.Tensor], batch: Batch, scale: float) -> list[torch.Tensor]:
-    """What `flash.run_backward` promises; a row that no sequence has keeps NaN, and one that two have fails."""
+    """What `flash._run_backward` promises; a row that no sequence has keeps NaN, and one that two have fails."""
     grads = [torch.full_like(x, math.nan, dtype=torch.float32) for x in rows]
     for at in sequences(batch):
         grad, out, lse = (x[at[0]].float().transpose(0, 1) for x in final)
@@ -95,31 +97,28 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
         ("EDGE_BYTES", 1),
     ):
         monkeypatch.setattr(flash, name, size)
-    monkeypatch.setattr(stock, "_prefers_mask", lambda call: False)
+    monkeypatch.setattr(stock, "_is_short", lambda call, times: False)
 
 
 @pytest.fixture
 def _plain_kernels(_small: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, plain in (("run", plain_run), ("run_backward", plain_run_backward), ("masked", plain_masked)):
+    for name, plain in (("_run", plain_run), ("_run_backward", plain_run_backward), ("masked", plain_masked)):
         monkeypatch.setattr(flash, name, plain)
     monkeypatch.setattr(flash, "has_kernel", lambda device, dtype: True)
     monkeypatch.setattr(flash, "_widest", lambda device: 256)
 
 
-def cases(wanted: Callable[[Case], bool], seed: int, gates: bool, largest: int = 150) -> Iterator[Case]:
-    """A dozen random ones that are sparse and wanted."""
-    found = 0
+def cases(
+    seed: int, gates: bool, by_flash: bool = True, largest: int = 150, dtype: torch.dtype = torch.float32
+) -> Iterator[Case]:
+    """A dozen random ones that are sparse; by_flash: and go that way."""
+    found, device = 0, "cuda" if torch.cuda.is_available() else "cpu"
     while found < 12:
-        case = random_case(seed, gates=gates, largest=largest)
+        case = random_case(seed, gates=gates, largest=largest).cast(dtype).to(device)
         seed += 1
-        if case.is_sparse() and wanted(case):
+        if (not by_flash or stock._flash_band(case.call()) is not None) and case.is_sparse():
             found += 1
             yield case
-
-
-def _is_by_flash(case: Case) -> bool:
-    call = case.call()
-    return not stock._prefers_mask(call) and flash.could_serve(call) and band(call) is not None
 
 
 def worst(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -130,24 +129,45 @@ def worst(got: torch.Tensor, want: torch.Tensor) -> float:
 @pytest.mark.parametrize("gates", [False, True], ids=["plain", "gates"])
 @pytest.mark.parametrize("chunk", range(6))
 def test_lists_and_batches_hold_what_the_oracle_sees(chunk: int, gates: bool) -> None:
-    for case in cases(_is_by_flash, 50_000 + 10_000 * chunk, gates):
-        grad = torch.randn(*case.q.shape[:3], case.v.shape[-1])
+    for case in cases(50_000 + 10_000 * chunk, gates):
+        grad = torch.randn(*case.q.shape[:3], case.v.shape[-1], device=case.q.device)
         for name, got, want in zip(NAMES, case.run("stock", grad), case.run("reference", grad), strict=False):
             assert worst(got, want) <= 1e-5 * max(1.0, float(want.abs().max())), f"{name}: {case}"
+
+
+@pytest.mark.usefixtures("_plain_kernels")
+def test_what_flash_cannot_do_goes_another_way() -> None:
+    """A scale of 0 or below, at which the kernel gives NaN; padding alone; positions with gaps."""
+    q, ids = torch.randn(1, 2, 40, 16), torch.randint(0, 3, (1, 1, 40, 1))
+    options = {"num_groups": 3, "window": 4}
+    served = Case(q, q, q, ids, ids, options)
+    assert stock._flash_band(served.call()) is not None
+    gaps = 2 * torch.arange(40)[None]
+    for more in (
+        {"scale": -0.2},
+        {"scale": 0.0},
+        {"key_padding_mask": torch.zeros(1, 40, dtype=torch.bool)},
+        {"query_positions": gaps, "key_positions": gaps},
+        {"softcap": 5.0},
+    ):
+        case = Case(*(x.clone().requires_grad_() for x in (q, q, q)), ids, ids, {**options, **more})
+        assert stock._flash_band(case.call()) is None
+        grad = torch.randn_like(q)
+        for got, want in zip(case.run("stock", grad), case.run("reference", grad), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 @on_gpu
 @pytest.mark.parametrize("gates", [False, True], ids=["plain", "gates"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("largest", [150, 2600], ids=["short", "long"])
+@pytest.mark.parametrize("largest", [150, 3600], ids=["short", "long"])
 @pytest.mark.parametrize("chunk", range(2))
 def test_half_precision_on_a_gpu_loses_no_more_than_twice_what_plain_pytorch_loses(
     chunk: int, largest: int, dtype: torch.dtype, gates: bool
 ) -> None:
-    """As users have it: masked where it is short, by Flash where it serves a longer text."""
-    long = largest > 150
-    for case in cases(lambda case: _is_by_flash(case) is long, 90_000 + 10_000 * chunk, gates, largest):
-        check_on_a_gpu(case.cast(dtype).to("cuda"))
+    """As users have it: short ones whichever way they go, long ones by Flash."""
+    for case in cases(90_000 + 10_000 * chunk, gates, largest > 150, largest, dtype):
+        check_on_a_gpu(case)
 
 
 @on_gpu
@@ -166,7 +186,7 @@ def test_blocks_as_users_have_them(routers: int, query_k: int, sinks: int) -> No
 
 
 def check_on_a_gpu(case: Case) -> None:
-    """Gradients may lose a rounding more: the kernel rounds the parts (near, far) before they are added up."""
+    """Gradients may lose a rounding more: the kernel rounds their parts (near, levels) before they are added up."""
     grad = torch.randn(*case.q.shape[:3], case.v.shape[-1], dtype=case.q.dtype, device="cuda")
     want = case.cast(torch.float32).run("reference", grad.float())
     plain = plain_attention(case, grad)

@@ -21,6 +21,7 @@ def is_dense(call: AttentionCall) -> bool:
         and (everything or _slides(call))
         and num_queries in (1, num_keys)
         and call.softcap is None
+        and call.scale > 0  # PyTorch's kernels hide a pair before they multiply with it
         and call.sink_logits is None
         and call.query_gate is None
     )

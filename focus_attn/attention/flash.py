@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from focus_attn.attention.call import AttentionCall
 from focus_attn.attention.merge import merge
-from focus_attn.attention.ragged import Band, Batch, Edge, Lists, cut, edges, far_lists, levels, prefixes
+from focus_attn.attention.ragged import Band, Batch, Edge, Lists, cut, edges, far_lists, levels, prefixes, split
 
 aten = torch.ops.aten
 
@@ -37,6 +37,7 @@ def could_serve(call: AttentionCall) -> bool:
     sliding = call.pattern.sliding_window
     return (
         call.softcap is None
+        and call.scale > 0  # the kernel hides a pair before it multiplies with it
         and min(call.query_groups.shape[-1], call.key_groups.shape[-1]) == 1
         and (sliding is None or sliding <= call.pattern.window + 1)
         and call.q.shape[2] <= call.k.shape[2]
@@ -95,8 +96,10 @@ def flash_forward(call: AttentionCall, near: Band) -> tuple[Tensor, Tensor]:
 def _far(call: AttentionCall, rows: Rows, lists: Lists) -> tuple[Tensor, Tensor]:
     """By entry: [n, heads of a router, Dv] and [n, heads of a router], fp32."""
     blocks = cut(lists, BLOCK)
-    out, lse = run(rows, prefixes(lists, blocks, BLOCK), call.scale)
-    out, lse = pad(out.float(), (0, 0, 0, 0, 0, 1)), pad(lse, (0, 0, 0, 1))  # a row for padded queries
+    part, part_lse = run(rows, prefixes(lists, blocks, BLOCK), call.scale)
+    out = part.new_empty(len(part) + 1, *part.shape[1:], dtype=torch.float32)  # one row more, for padded queries
+    lse = part_lse.new_empty(len(part) + 1, part.shape[1])
+    out[:-1], lse[:-1], out[-1], lse[-1] = part, part_lse, 0.0, -math.inf
     for edge in edges(lists, blocks, EDGE_KEYS, _edges_at_once(rows, BLOCK + 2 * EDGE_KEYS)):
         part, part_lse = _edge_forward(rows, edge, call.scale)
         at = edge.queries.flatten()
@@ -162,9 +165,11 @@ def _far_backward(call: AttentionCall, rows: Rows, lists: Lists, final: list[Ten
         q = torch.cat([rows.q, torch.zeros_like(rows.q[..., :1]), torch.ones_like(rows.q[..., :1])], -1)
         rows = Rows(q, torch.cat([rows.k, marks, torch.zeros_like(marks)], -1), rows.v)
     q, k, v = (torch.zeros_like(x, dtype=torch.float32) for x in rows)
-    for batch in levels(lists, blocks):
-        for total, part in zip((q, k, v), run_backward(rows, final, batch, call.scale), strict=True):
-            total += part
+    for queries, keys, batch in levels(lists, blocks):
+        some = Rows(rows.q[queries], rows.k[keys], rows.v[keys])
+        parts = run_backward(some, [x[queries] for x in final], batch, call.scale)
+        for total, at, part in zip((q, k, v), (queries, keys, keys), parts, strict=True):
+            total.index_add_(0, at, part.float())
     at_once = _edges_at_once(rows, 4 * BACKWARD_BLOCK + 6 * BACKWARD_EDGE_KEYS)  # fp32, and scores beside them
     for edge in edges(lists, blocks, BACKWARD_EDGE_KEYS, at_once):
         _edge_backward(rows, final, edge, call.scale, (q, k, v))
@@ -266,6 +271,22 @@ def _add_up(part: Tensor, rows: Tensor | None, shape: torch.Size, routers: int) 
 
 def run(rows: Rows, batch: Batch, scale: float) -> tuple[Tensor, Tensor]:
     """out [n, heads, Dv] and logsumexp [n, heads] fp32, -inf for a query without keys."""
+    parts = [
+        _run(Rows(rows.q[queries], rows.k[keys], rows.v[keys]), part, scale) for part, queries, keys in split(batch)
+    ]
+    return parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))  # type: ignore[return-value]
+
+
+def run_backward(rows: Rows, final: list[Tensor], batch: Batch, scale: float) -> list[Tensor]:
+    """Gradients of q, k and v from the gradient of the merged output, that output, and its logsumexp [n, heads, 1]."""
+    parts = []
+    for part, queries, keys in split(batch):
+        some = Rows(rows.q[queries], rows.k[keys], rows.v[keys])
+        parts.append(_run_backward(some, [x[queries] for x in final], part, scale))
+    return parts[0] if len(parts) == 1 else list(map(torch.cat, zip(*parts, strict=True)))
+
+
+def _run(rows: Rows, batch: Batch, scale: float) -> tuple[Tensor, Tensor]:
     width = _aligned(rows)
     q, k, v = (_widen(x, width) for x in rows)
     out, lse, *_ = aten._flash_attention_forward(
@@ -276,8 +297,7 @@ def run(rows: Rows, batch: Batch, scale: float) -> tuple[Tensor, Tensor]:
     return out[..., : rows.v.shape[-1]], lse.masked_fill(lse == math.inf, -math.inf)  # the kernel's word for nothing
 
 
-def run_backward(rows: Rows, final: list[Tensor], batch: Batch, scale: float) -> list[Tensor]:
-    """Gradients of q, k and v from the gradient of the merged output, that output, and its logsumexp [n, heads, 1]."""
+def _run_backward(rows: Rows, final: list[Tensor], batch: Batch, scale: float) -> list[Tensor]:
     grad, out, lse = final
     width = _aligned(rows)
     q, k, v = (_widen(x, width).contiguous() for x in rows)
@@ -306,4 +326,6 @@ def _aligned(rows: Rows) -> int:
 
 
 def _widen(x: Tensor, width: int) -> Tensor:
-    return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
+    """The kernel wants a width of whole eights, and each vector in one piece."""
+    x = x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
+    return x if x.stride(-1) == 1 else x.contiguous()

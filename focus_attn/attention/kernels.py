@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from focus_attn.attention.call import AttentionCall
+
 aten = torch.ops.aten
 
 
@@ -48,19 +50,19 @@ class Kernel(Protocol):
         +inf for a query that meets nothing anywhere."""
 
 
-def kernel_for(device: torch.device, dtype: torch.dtype, softcap: float | None) -> Kernel:
-    if softcap is not None:
+def kernel_for(call: AttentionCall) -> Kernel:
+    if call.softcap is not None or call.scale <= 0:  # the others hide a pair before they multiply with the scale
         return MathKernel()
-    if device.type == "cpu":
+    if call.q.device.type == "cpu":
         return CpuFlashKernel()
-    if device.type == "cuda" and dtype != torch.float64:
+    if call.q.device.type == "cuda" and call.q.dtype != torch.float64:
         return CudaEfficientKernel()
     return MathKernel()
 
 
 class MathKernel:
-    """Plain matrix products in fp32, some queries at a time: for softcap, and for devices without a kernel that returns
-    the logsumexp."""
+    """Plain matrix products in fp32, some queries at a time: for softcap, a scale of 0 or below, and devices without a
+    kernel that returns the logsumexp."""
 
     rows = 256
 

@@ -55,6 +55,8 @@ class Line:
 
 
 def lay_out(tokens: Tokens, row: int) -> Line:
+    if tokens.plain:
+        return _plain_line(tokens)
     query_positions, key_positions = tokens.query_positions[row], tokens.key_positions[row]
     queries, keys = (query_positions >= 0).nonzero()[:, 0], (key_positions >= 0).nonzero()[:, 0]
     query_positions, key_positions = query_positions[queries], key_positions[keys]
@@ -70,6 +72,14 @@ def lay_out(tokens: Tokens, row: int) -> Line:
     queries, keys = queries[query_order], keys[key_order]
     straight = _is_straight(queries, tokens.query_positions), _is_straight(keys, tokens.key_positions)
     return Line(queries, query_at, query_start[query_order], keys, key_at, key_positions[key_order], straight)
+
+
+def _plain_line(tokens: Tokens) -> Line:
+    """The same without a look at values, which a GPU would wait for."""
+    (num_queries, num_keys), device = (x.shape[-1] for x in tokens[:2]), tokens.key_positions.device
+    keys = torch.arange(num_keys, device=device)
+    queries, query_at = keys[:num_queries], keys[num_keys - num_queries :]
+    return Line(queries, query_at, torch.zeros_like(queries), keys, keys, keys, (True, True))
 
 
 def _is_straight(slots: Tensor, positions: Tensor) -> bool:

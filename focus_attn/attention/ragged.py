@@ -6,7 +6,7 @@
 
 A list's queries are cut into blocks. What a block's first query sees is seen by all of it, a sequence without a mask;
 the keys that only later queries see are its edge. Blocks overlap in their keys, which a forward may and a backward may
-not: there a block takes part in one batch a level of a binary tree, and in a level neither queries nor keys overlap.
+not: there the blocks are the leaves of a binary tree, and in a level of it neither queries nor keys overlap.
 """
 
 from __future__ import annotations
@@ -37,6 +37,25 @@ class Batch:
     longest_keys: int
     key_lengths: Tensor | None = None
     window: int | None = None  # a causal attention, its last query with its last key, that looks back so far
+
+
+MOST_SEQUENCES = 65_535  # of a batch: CUDA's limit on the second dimension of a grid
+
+
+def split(batch: Batch) -> Iterator[tuple[Batch, slice, slice]]:
+    """Batches of as many sequences as a kernel takes, each with its queries and its keys."""
+    count = len(batch.query_starts) - 1
+    if count <= MOST_SEQUENCES:
+        yield batch, slice(None), slice(None)
+        return
+    for first in range(0, count, MOST_SEQUENCES):
+        ends = slice(first, min(first + MOST_SEQUENCES, count) + 1)
+        query_starts, key_starts, key_lengths = batch.query_starts[ends], batch.key_starts[ends], None
+        queries, keys = (slice(int(x[0]), int(x[-1])) for x in (query_starts, key_starts))
+        if batch.key_lengths is not None:  # any of the keys
+            keys, key_lengths = slice(None), batch.key_lengths[ends.start : ends.stop - 1]
+        starts = query_starts - queries.start, key_starts - (keys.start or 0)
+        yield Batch(*starts, batch.longest_queries, batch.longest_keys, key_lengths, batch.window), queries, keys
 
 
 class Band(NamedTuple):
@@ -78,13 +97,17 @@ def band(call: AttentionCall) -> Band | None:
         key_counts.append(keys_in)
         queries.append(line.queries + row * num_queries)
         keys.append(line.keys + row * num_keys)
-    query_starts, key_starts = (_starts(torch.cat(counts)) for counts in (query_counts, key_counts))
-    batch = Batch(query_starts, key_starts, num_queries, num_keys, window=window)
+    if sum(map(len, key_counts)) == 0:  # padding alone
+        return None
+    batch = _side_by_side(torch.cat(query_counts), torch.cat(key_counts), window)
     return Band(batch, torch.cat(queries), torch.cat(keys))
 
 
-def _starts(counts: Tensor) -> Tensor:
-    return pad(counts.cumsum(0), (1, 0)).int()
+def _side_by_side(queries: Tensor, keys: Tensor, window: int | None = None) -> Batch:
+    """Sequences of so many queries and keys, one after the other."""
+    most_queries, most_keys = torch.stack([queries.max(), keys.max()]).tolist()
+    query_starts, key_starts = (pad(counts.cumsum(0), (1, 0)).int() for counts in (queries, keys))
+    return Batch(query_starts, key_starts, most_queries, most_keys, window=window)
 
 
 @dataclass(frozen=True)
@@ -110,6 +133,11 @@ class Lists:
 
 def far_lists(call: AttentionCall) -> Lists | None:
     """None where no query stands far enough from the start. For calls in which a pair shares one group at most."""
+    pattern = call.pattern
+    if pattern.sliding_window is not None and pattern.sliding_window <= pattern.window + 1:
+        return None
+    if call.tokens.plain and call.k.shape[2] - 1 <= pattern.window:
+        return None
     per_row = [_lists_of_row(call, row) for row in range(call.q.shape[0])]
     found, keys_before = [], 0
     for lists in per_row:
@@ -123,9 +151,9 @@ def _lists_of_row(call: AttentionCall, row: int) -> tuple[Tensor, ...] | None:
     """What `Lists` holds, in its order."""
     line, pattern = lay_out(call.tokens, row), call.pattern
     at, start = line.query_at, line.query_start
-    if len(at) == 0 or len(line.keys) == 0 or int((at - start).max()) <= pattern.window:
+    if len(at) == 0 or len(line.keys) == 0:
         return None
-    if pattern.sliding_window is not None and pattern.sliding_window <= pattern.window + 1:
+    if not call.tokens.plain and int((at - start).max()) <= pattern.window:
         return None
     query_in, key_in, sinks = _members(call, line, row)
     of_query, of_key = (torch.stack(x.transpose(1, 2).nonzero(as_tuple=True)) for x in (query_in, key_in))
@@ -182,45 +210,45 @@ def prefixes(lists: Lists, blocks: Blocks, size: int) -> Batch:
     return Batch(starts, pad(first, (0, 1)).int(), size, len(lists.keys), key_lengths=(last - first).int())
 
 
-def levels(lists: Lists, blocks: Blocks) -> Iterator[Batch]:
+class Level(NamedTuple):
+    """Some entries of the queries and of the keys, and the batch that they make."""
+
+    queries: Tensor
+    keys: Tensor
+    batch: Batch
+
+
+def levels(lists: Lists, blocks: Blocks) -> Iterator[Level]:
     """The same pairs in batches without an overlap.
 
     The right half of a node of the tree meets what its first query sees beyond the left half's first. What the first
     query of a run sees comes first, for the whole run.
     """
     opens = (blocks.number == 0).nonzero()[:, 0]
-    run_stop = torch.cat([blocks.start[opens[1:]], blocks.stop[-1:]])
-    yield from _disjoint(lists, blocks.start[opens], run_stop, lists.lo[blocks.start[opens]])
-    most, step = int(blocks.number.max()) + 1, 1
-    run = (blocks.number == 0).cumsum(0) - 1
-    while step < most:
+    end = torch.cat([opens[1:], opens.new_tensor([len(blocks.number)])])  # one past the last block of each run
+    yield from _disjoint(lists, blocks.start[opens], blocks.stop[end - 1], lists.lo[blocks.start[opens]])
+    run, step = (blocks.number == 0).cumsum(0) - 1, 1
+    while step <= int(blocks.number.max()):
         right = (blocks.number % (2 * step) == step).nonzero()[:, 0]
-        last = torch.minimum(right + step, torch.cat([opens[1:], opens.new_tensor([len(run)])])[run[right]]) - 1
+        last = torch.minimum(right + step, end[run[right]]) - 1
         yield from _disjoint(lists, blocks.start[right], blocks.stop[last], lists.hi[blocks.start[right - step]])
         step *= 2
 
 
-def _disjoint(lists: Lists, start: Tensor, stop: Tensor, first: Tensor) -> Iterator[Batch]:
-    """Queries start:stop on keys from `first` to the end of what the first of them sees; nothing where none has keys.
-
-    Between them stand sequences of queries without keys, and of keys without queries.
-    """
+def _disjoint(lists: Lists, start: Tensor, stop: Tensor, first: Tensor) -> Iterator[Level]:
+    """Queries start:stop on keys from `first` to the end of what the first of them sees; nothing without keys."""
     last = lists.hi[start]
     some = (last > first).nonzero()[:, 0]
-    if len(some) == 0:
-        return
-    start, stop, first, last = (x[some] for x in (start, stop, first, last))
-    query_starts = torch.stack([start, start, stop], 1).flatten()
-    key_starts = torch.stack([_shift(last), first, last], 1).flatten()
-    ends = torch.tensor([len(lists.queries), len(lists.keys)], device=start.device)
-    query_starts = torch.cat([query_starts.new_zeros(1), query_starts, ends[:1], ends[:1]])
-    key_starts = torch.cat([key_starts.new_zeros(1), key_starts, last[-1:], ends[1:]])
-    longest = torch.stack([query_starts.diff().max(), key_starts.diff().max()]).tolist()
-    yield Batch(query_starts.int(), key_starts.int(), *longest)
+    if len(some):
+        start, stop, first, last = (x[some] for x in (start, stop, first, last))
+        yield Level(_ranges(start, stop), _ranges(first, last), _side_by_side(stop - start, last - first))
 
 
-def _shift(x: Tensor) -> Tensor:
-    return torch.cat([x.new_zeros(1), x[:-1]])
+def _ranges(first: Tensor, last: Tensor) -> Tensor:
+    """All of first:last, one after the other."""
+    counts = last - first
+    begins = counts.cumsum(0) - counts
+    return torch.arange(int(counts.sum()), device=first.device) + (first - begins).repeat_interleave(counts)
 
 
 class Edge(NamedTuple):

@@ -24,13 +24,14 @@ from focus_attn.attention.ragged import Band, band
 from focus_attn.visibility import Tokens, count_positions, visible_mask
 
 DENSE_PAIRS = 1 << 20  # up to some times so many query-key pairs masked calls beat sorting; see `_prefers_mask`
+FLASH_FROM = 4  # times as many for Flash, on an H200 (results/attention_h200/stock.json)
 MASKED_ROWS = 512  # queries a masked call
 
 
 def stock_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """out [B, H, Tq, Dv] and logsumexp [B, H, Tq], both fp32: the backward wants the output before it is rounded."""
     batch, heads, queries, _ = call.q.shape
-    kernel = kernel_for(call.q.device, call.q.dtype, call.softcap)
+    kernel = kernel_for(call)
     out = torch.zeros(batch, heads, queries, call.v.shape[-1], dtype=torch.float32, device=call.q.device)
     lse = torch.full((batch, heads, queries), -math.inf, dtype=torch.float32, device=call.q.device)
     if queries and call.k.shape[2]:
@@ -67,7 +68,7 @@ class Gradients:
 
 def stock_backward(call: AttentionCall, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
     """Exact gradients of everything from the merged out and lse of the forward."""
-    kernel = kernel_for(call.q.device, call.q.dtype, call.softcap)
+    kernel = kernel_for(call)
     total = Gradients(*(torch.zeros_like(x, dtype=torch.float32) for x in (call.q, call.k, call.v)))
     if call.sink_logits is not None:
         total.sink_logits = sink_logits_grad(grad, out, lse, call.sink_logits)
@@ -99,8 +100,8 @@ def stock_backward(call: AttentionCall, grad: Tensor, out: Tensor, lse: Tensor) 
 
 
 def _flash_band(call: AttentionCall) -> Band | None:
-    """The near pairs for Flash attention; None where it does not serve the call."""
-    return band(call) if flash.serves(call) and not _prefers_mask(call) else None
+    """The near pairs for Flash attention; None where it does not serve the call, or a mask is faster."""
+    return band(call) if flash.serves(call) and not _is_short(call, FLASH_FROM) else None
 
 
 def is_plain_causal(call: AttentionCall) -> bool:
@@ -118,16 +119,17 @@ def is_plain_causal(call: AttentionCall) -> bool:
 
 
 def _prefers_mask(call: AttentionCall) -> bool:
-    if call.query_gate is not None:  # gates need to know which pairs are far
-        return False
     several, half = call.query_groups.shape[1] > 1, call.q.element_size() == 2
-    if (
-        call.q.device.type == "cuda"
-    ):  # measured on an H200 (results/attention_h200/stock.json): planning waits, blocks launch
-        times = 4 if flash.serves(call) else 64 if several else 16
-    else:  # on two CPU cores: several routers are several sorts, and half precision makes the masked products cheap
-        times = 1 if not several else 4 if half else 2
-    return call.q.shape[2] <= 16 or call.q.shape[2] * call.k.shape[2] <= times * DENSE_PAIRS
+    if call.q.device.type == "cuda":  # Python walks over the blocks of every router
+        return _is_short(call, 64 if several else 16)
+    # On two CPU cores several routers are several sorts, and half precision makes the masked products cheap.
+    return _is_short(call, 1 if not several else 4 if half else 2)
+
+
+def _is_short(call: AttentionCall, times: int) -> bool:
+    """Whether a mask beats what plans its pairs, as measured. Gates need to know which pairs are far."""
+    short = call.q.shape[2] <= 16 or call.q.shape[2] * call.k.shape[2] <= times * DENSE_PAIRS
+    return short and call.query_gate is None
 
 
 def is_published_setting(call: AttentionCall) -> bool:
