@@ -11,6 +11,7 @@ from kernel_bounds import bounded
 from test_router_kernel import _teach_interpreter_bf16
 from tiny import focus, tokens
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from focus_attn import FocusConfig, focus_attention, kernel_use
 from focus_attn.training.probe import Probe, _Given, by_operators, gate_gradients
@@ -144,6 +145,16 @@ def test_blocks_that_cannot_meet_are_passed_over(documents: int) -> None:
     assert end[-1] <= begin[-1]  # nobody stands beyond a window of 20 from the last keys
     visited = sum(max(0, b - a) for a, b in zip(begin, end, strict=True))
     assert visited < 10 * 139 * (0.55 if documents == 1 else 0.3)
+
+
+def test_whoever_watches_sees_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = case()
+    want, calls = by_operators(*given), []
+    monkeypatch.setattr(probe_kernel, "gate_gradients", lambda *some: calls.append(some))
+    with FlopCounterMode(display=False) as counted:
+        got = gate_gradients(*given)
+    assert not calls and counted.get_total_flops() > 0
+    assert_same(got, want, 1e-6)
 
 
 def test_a_step_learns_the_same_through_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
