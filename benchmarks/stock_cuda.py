@@ -16,17 +16,19 @@ import argparse
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from focus_attn import focus_attention
 from focus_attn.attention import flash, stock
+from focus_attn.bench.peers import SDPA
 from focus_attn.bench.record import write_json
 from focus_attn.bench.timing import Contender, race
 
@@ -80,12 +82,10 @@ def measure(name: str, length: int, backward: bool, repeats: int) -> dict[str, A
     ways = [way for way in ("flash", "masked", "blocks") if length <= LONGEST.get(way, length)]
     contenders = [Contender("triton", lambda: once(lambda: focus("triton")), redraw)]
     for way in ways:
-        contenders.append(Contender(way, lambda: once(lambda: focus("stock")), redraw, lambda way=way: going(way)))
-    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
-        context = lambda backend=backend: sdpa_kernel(backend)  # noqa: E731
-        contenders.append(
-            Contender(f"dense {backend.name.split('_')[0].lower()}", lambda: once(dense), context=context)
-        )
+        contenders.append(Contender(way, lambda: once(lambda: focus("stock")), redraw, partial(going, way)))
+    for peer in ("flash", "cudnn"):
+        context = partial(sdpa_kernel, SDPA[peer][1])
+        contenders.append(Contender(f"dense {peer}", lambda: once(dense), context=context))
 
     want, errors = once(lambda: focus("triton")), {}
     for way in ways:

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 from attention_cases import Case, plain_attention, random_case
+from test_attention import NAMES, worst
 
 from focus_attn.attention import flash, ragged, stock
 from focus_attn.attention.flash import Rows
 from focus_attn.attention.ragged import Batch
 
-NAMES = ("out", "q", "k", "v", "other", "other", "other")
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="Flash attention runs on CUDA")
 
 
@@ -102,7 +102,11 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def _plain_kernels(_small: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, plain in (("_run", plain_run), ("_run_backward", plain_run_backward), ("masked", plain_masked)):
+    for name, plain in (
+        ("_run", plain_run),
+        ("_run_backward", plain_run_backward),
+        ("efficient_attention", plain_masked),
+    ):
         monkeypatch.setattr(flash, name, plain)
     monkeypatch.setattr(flash, "has_kernel", lambda device, dtype: True)
     monkeypatch.setattr(flash, "_widest", lambda device: 256)
@@ -119,10 +123,6 @@ def cases(
         if (not by_flash or stock._flash_band(case.call()) is not None) and case.is_sparse():
             found += 1
             yield case
-
-
-def worst(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got.float() - want.float()).abs().max()) if want.numel() else 0.0
 
 
 @pytest.mark.usefixtures("_plain_kernels")

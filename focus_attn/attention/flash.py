@@ -8,13 +8,14 @@ merged ones, so that gradients add up to the exact ones.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from focus_attn.attention.call import AttentionCall
+from focus_attn.attention.kernels import efficient_attention, widen
 from focus_attn.attention.merge import merge
 from focus_attn.attention.ragged import Band, Batch, Edge, Lists, cut, edges, far_lists, levels, prefixes, split
 
@@ -29,14 +30,11 @@ EDGE_BYTES = 1 << 29  # of what is gathered for edges at once
 
 def serves(call: AttentionCall) -> bool:
     """Known without a look at values, but for positions: see `ragged.band`."""
-    return has_kernel(call.q.device, call.q.dtype) and could_serve(call) and _width(call) <= _widest(call.q.device)
-
-
-def could_serve(call: AttentionCall) -> bool:
-    """On a device that has the kernel."""
     sliding = call.pattern.sliding_window
     return (
-        call.softcap is None
+        has_kernel(call.q.device, call.q.dtype)
+        and _width(call) <= _widest(call.q.device)
+        and call.softcap is None
         and call.scale > 0  # the kernel hides a pair before it multiplies with it
         and min(call.query_groups.shape[-1], call.key_groups.shape[-1]) == 1
         and (sliding is None or sliding <= call.pattern.window + 1)
@@ -75,16 +73,14 @@ class Rows(NamedTuple):
 
 def flash_forward(call: AttentionCall, near: Band) -> tuple[Tensor, Tensor]:
     """out [B, H, Tq, Dv] and logsumexp [B, H, Tq], fp32."""
-    batch, heads, num_queries, _ = call.q.shape
-    rows = Rows(*(_pick(_by_token(x, 1), at) for x, at in _with(call, near.queries, near.keys)))
-    part, part_lse = run(rows, near.batch, call.scale)
-    out, lse = _spread(part, part_lse, near.queries, (batch, 1, num_queries, heads))
+    batch, _, num_queries, _ = call.q.shape
+    part, part_lse = run(_rows(call, 1, near.queries, near.keys), near.batch, call.scale)
+    out, lse = _spread(part, part_lse, near.queries, (batch, 1, num_queries))
     lists = far_lists(call)
     if lists is not None:
         routers = call.query_groups.shape[1]
-        rows = Rows(*(_pick(_by_token(x, routers), at) for x, at in _with(call, lists.queries, lists.keys)))
-        part, part_lse = _far(call, rows, lists)
-        shape = batch, routers, num_queries, heads // routers
+        part, part_lse = _far(call, _rows(call, routers, lists.queries, lists.keys), lists)
+        shape = batch, routers, num_queries
         if lists.num_visits == 1:
             return merge(out, lse, *_spread(part, part_lse, lists.queries, shape))
         for visit in range(lists.num_visits):
@@ -118,43 +114,35 @@ class FarGradients(NamedTuple):
 
 
 def flash_backward(
-    call: AttentionCall, near: Band, grad: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-    """Gradients of q, k, v and the gates, fp32, from the gradient of the merged output, that output and logsumexp.
+    call: AttentionCall,
+    near: Band,
+    final: tuple[Tensor, Tensor, Tensor],
+    into: tuple[Tensor, Tensor, Tensor],
+    gates: tuple[Tensor, Tensor] | None,
+) -> None:
+    """Adds the gradients to those of q, k and v (`into`), and of the gates; all fp32.
 
-    lse is +inf for a query that meets nothing.
+    final: the gradient of the merged output, that output, and its logsumexp, +inf for a query that meets nothing.
     """
-    final = [(grad.to(call.q.dtype), 1), (out.to(call.q.dtype), 1), (lse[..., None], 1)]
-    rows = Rows(*(_pick(_by_token(x, 1), at) for x, at in _with(call, near.queries, near.keys)))
-    seen = [_pick(_by_token(x, 1), near.queries) for x, _ in final]
-    shapes = [x.shape for x in (call.q, call.k, call.v)]
-    places = near.queries, near.keys, near.keys
-    parts = run_backward(rows, seen, near.batch, call.scale)
-    q, k, v = (_add_up(part, at, shape, 1) for part, at, shape in zip(parts, places, shapes, strict=True))
+    grad, out, lse = final
+    finals = grad.to(call.q.dtype), out.to(call.q.dtype), lse[..., None]
+    seen = [_pick(x, 1, near.queries) for x in finals]
+    parts = run_backward(_rows(call, 1, near.queries, near.keys), seen, near.batch, call.scale)
+    _add_up(into, parts, (near.queries, near.keys, near.keys), 1)
     lists = far_lists(call)
-    gates = _no_gates(call)
-    if lists is not None:
-        routers = call.query_groups.shape[1]
-        rows = Rows(*(_pick(_by_token(x, routers), at) for x, at in _with(call, lists.queries, lists.keys)))
-        seen = [_pick(_by_token(x, routers), lists.queries) for x, _ in final]
-        far = _far_backward(call, rows, lists, seen)
-        places = lists.queries, lists.keys, lists.keys
-        for total, part, at in zip((q, k, v), far[:3], places, strict=True):
-            total += _add_up(part, at, total.shape, routers)
-        if gates is not None and far.by_query is not None and far.by_key is not None:
-            real = lists.query_groups < call.pattern.num_groups  # not the list of sinks
-            for gate, at, groups, sums in (
-                (gates[0], lists.queries[real], lists.query_groups[real], far.by_query[real]),
-                (gates[1], lists.keys[~lists.sinks], lists.key_groups[~lists.sinks], far.by_key[~lists.sinks]),
-            ):
-                gate.flatten(0, 2).index_put_((at, groups), sums, accumulate=True)
-    return q, k, v, gates
-
-
-def _no_gates(call: AttentionCall) -> tuple[Tensor, Tensor] | None:
-    if call.query_gate is None or call.key_gate is None:
-        return None
-    return tuple(torch.zeros_like(x, dtype=torch.float32).contiguous() for x in (call.query_gate, call.key_gate))  # type: ignore[return-value]
+    if lists is None:
+        return
+    routers = call.query_groups.shape[1]
+    seen = [_pick(x, routers, lists.queries) for x in finals]
+    far = _far_backward(call, _rows(call, routers, lists.queries, lists.keys), lists, seen)
+    _add_up(into, far[:3], (lists.queries, lists.keys, lists.keys), routers)
+    if gates is not None and far.by_query is not None and far.by_key is not None:
+        real = lists.query_groups < call.pattern.num_groups  # not the list of sinks
+        for gate, at, groups, sums in (
+            (gates[0], lists.queries[real], lists.query_groups[real], far.by_query[real]),
+            (gates[1], lists.keys[~lists.sinks], lists.key_groups[~lists.sinks], far.by_key[~lists.sinks]),
+        ):
+            gate.index_put_((*_places(at, routers, gate.shape[2]), groups), sums, accumulate=True)
 
 
 def _far_backward(call: AttentionCall, rows: Rows, lists: Lists, final: list[Tensor]) -> FarGradients:
@@ -189,9 +177,9 @@ def _edges_at_once(rows: Rows, rows_each: int) -> int:
 def _edge_forward(rows: Rows, edge: Edge, scale: float) -> tuple[Tensor, Tensor]:
     """By row of the flattened queries: [U * S, heads, Dv] and [U * S, heads], -inf where nothing is seen."""
     width = _aligned(rows)
-    q, k, v = (_widen(x, width) for x in _edge_rows(rows, edge))
+    q, k, v = (_fit(x, width) for x in _edge_rows(rows, edge))
     bias = torch.zeros(edge.visible.shape, dtype=q.dtype, device=q.device).masked_fill_(~edge.visible, -math.inf)
-    out, lse = masked(q, k, v, bias[:, None], scale)
+    out, lse = efficient_attention(q, k, v, bias[:, None].expand(-1, q.shape[1], -1, -1), scale)
     blind = ~edge.visible.any(-1)[:, None]
     out, lse = out.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, -math.inf)
     return out[..., : rows.v.shape[-1]].transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
@@ -228,42 +216,45 @@ def _edge_rows(rows: Rows, edge: Edge) -> list[Tensor]:
 # Rows of tokens. `routers` lines of tokens, each with the heads of a router, or one with all of them.
 
 
-def _by_token(x: Tensor, routers: int) -> Tensor:
-    """[B, H, T, D] -> [B, R, T, H / R, D], a view."""
-    return x.unflatten(1, (routers, -1)).transpose(2, 3)
+def _rows(call: AttentionCall, routers: int, queries: Tensor | None, keys: Tensor | None) -> Rows:
+    return Rows(_pick(call.q, routers, queries), _pick(call.k, routers, keys), _pick(call.v, routers, keys))
 
 
-def _with(call: AttentionCall, queries: Tensor | None, keys: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
-    return [(call.q, queries), (call.k, keys), (call.v, keys)]
+def _pick(x: Tensor, routers: int, rows: Tensor | None) -> Tensor:
+    """[B, H, T, D] -> [rows, H / routers, D]; None: all of them in order."""
+    by_token = x.unflatten(1, (routers, -1)).transpose(2, 3)  # [B, R, T, H / R, D]
+    return by_token.flatten(0, 2) if rows is None else by_token[_places(rows, routers, x.shape[2])]
 
 
-def _pick(x: Tensor, rows: Tensor | None) -> Tensor:
-    """[B, R, T, heads, D] -> [rows, heads, D]."""
-    if rows is None:
-        return x.flatten(0, 2)
-    _, routers, tokens = x.shape[:3]
-    line, slot = rows // tokens, rows % tokens
-    return x[line // routers, line % routers, slot]
+def _places(rows: Tensor, routers: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The sequence, the router and the slot of a row."""
+    line = rows // tokens
+    return line // routers, line % routers, rows % tokens
 
 
-def _spread(out: Tensor, lse: Tensor, rows: Tensor | None, shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
-    """By row -> by token: [B, H, T, Dv] and [B, H, T], fp32, nothing seen where no row is. shape: B, R, T, H / R."""
-    batch, routers, tokens, heads = shape
+def _by_head(x: Tensor, batch: int, routers: int) -> Tensor:
+    """[B * R * T, H / R, ...] -> [B, H, T, ...]."""
+    return x.unflatten(0, (batch, routers, -1)).transpose(2, 3).flatten(1, 2)
+
+
+def _spread(out: Tensor, lse: Tensor, rows: Tensor | None, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+    """By row -> by token: [B, H, T, Dv] and [B, H, T], fp32, nothing seen where no row is. shape: B, R, T."""
+    batch, routers, tokens = shape
     if rows is not None:
-        whole = out.new_zeros(batch * routers * tokens, heads, out.shape[-1], dtype=torch.float32)
+        whole = out.new_zeros(batch * routers * tokens, *out.shape[1:], dtype=torch.float32)
         whole_lse = lse.new_full(whole.shape[:2], -math.inf)
         out, lse = whole.index_copy_(0, rows, out.float()), whole_lse.index_copy_(0, rows, lse)
-    out, lse = (x.unflatten(0, (batch, routers, tokens)).transpose(2, 3).flatten(1, 2) for x in (out.float(), lse))
-    return out, lse
+    return _by_head(out.float(), batch, routers), _by_head(lse, batch, routers)
 
 
-def _add_up(part: Tensor, rows: Tensor | None, shape: torch.Size, routers: int) -> Tensor:
-    """By row -> by token, where one token may have several rows: [B, H, T, D] fp32."""
-    batch, heads, tokens, width = shape
-    if rows is not None:
-        whole = part.new_zeros(batch * routers * tokens, heads // routers, width, dtype=torch.float32)
-        part = whole.index_add_(0, rows, part.float())
-    return part.float().unflatten(0, (batch, routers, tokens)).transpose(2, 3).flatten(1, 2)
+def _add_up(into: tuple[Tensor, ...], parts: Sequence[Tensor], places: tuple[Tensor | None, ...], routers: int) -> None:
+    """By row -> by token [B, H, T, D], where one token may have several rows."""
+    for total, part, rows in zip(into, parts, places, strict=True):
+        batch, heads, tokens, width = total.shape
+        if rows is not None:
+            whole = total.new_zeros(batch * routers * tokens, heads // routers, width)
+            part = whole.index_add_(0, rows, part.float())
+        total += _by_head(part, batch, routers)
 
 
 # The kernels.
@@ -288,7 +279,7 @@ def run_backward(rows: Rows, final: list[Tensor], batch: Batch, scale: float) ->
 
 def _run(rows: Rows, batch: Batch, scale: float) -> tuple[Tensor, Tensor]:
     width = _aligned(rows)
-    q, k, v = (_widen(x, width) for x in rows)
+    q, k, v = (_fit(x, width) for x in rows)
     out, lse, *_ = aten._flash_attention_forward(
         q, k, v, batch.query_starts, batch.key_starts, batch.longest_queries, batch.longest_keys, 0.0,
         batch.window is not None, False, scale=scale, **_window(batch), seqused_k=batch.key_lengths,
@@ -300,10 +291,10 @@ def _run(rows: Rows, batch: Batch, scale: float) -> tuple[Tensor, Tensor]:
 def _run_backward(rows: Rows, final: list[Tensor], batch: Batch, scale: float) -> list[Tensor]:
     grad, out, lse = final
     width = _aligned(rows)
-    q, k, v = (_widen(x, width).contiguous() for x in rows)
+    q, k, v = (_fit(x, width).contiguous() for x in rows)
     nothing = torch.zeros((), dtype=torch.int64, device=q.device)  # the state of a generator that drops nothing
     grads = aten._flash_attention_backward(
-        _widen(grad, width), q, k, v, _widen(out, width), lse[..., 0].t().contiguous(), batch.query_starts,
+        _fit(grad, width), q, k, v, _fit(out, width), lse[..., 0].t().contiguous(), batch.query_starts,
         batch.key_starts, batch.longest_queries, batch.longest_keys, 0.0, batch.window is not None, nothing, nothing,
         scale=scale, **_window(batch),
     )  # fmt: skip
@@ -314,18 +305,11 @@ def _window(batch: Batch) -> dict[str, int]:
     return {} if batch.window is None else {"window_size_left": batch.window, "window_size_right": 0}
 
 
-def masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """[N, heads, S, D] under a bias [N, 1, S, E]: out, and logsumexp [N, heads, S] fp32."""
-    bias = bias.expand(-1, q.shape[1], -1, -1)
-    out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, False, scale=scale)
-    return out, lse[..., : q.shape[2]]
-
-
 def _aligned(rows: Rows) -> int:
     return -(-max(rows.q.shape[-1], rows.v.shape[-1]) // 8) * 8
 
 
-def _widen(x: Tensor, width: int) -> Tensor:
+def _fit(x: Tensor, width: int) -> Tensor:
     """The kernel wants a width of whole eights, and each vector in one piece."""
-    x = x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
+    x = widen(x, width)
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -151,7 +151,7 @@ class _PaddedKernel(ABC):
     def forward(self, tile: Tile) -> tuple[Tensor, Tensor]:
         value_width, heads = tile.v.shape[-1], tile.q.shape[1]
         width = self._width(tile.q.shape[-1], value_width)
-        q, k, v = _widen(tile.q, width), _widen(tile.k, width), _widen(tile.v, width)
+        q, k, v = widen(tile.q, width), widen(tile.k, width), widen(tile.v, width)
         out, lse = self._run(q, self._share(k, heads), self._share(v, heads), self._bias(tile), tile)
         out, lse = out[..., :value_width], lse.float()
         if tile.sees is not None:  # the kernels leave 0 or NaN where nothing is visible
@@ -171,14 +171,14 @@ class _PaddedKernel(ABC):
             q = torch.cat([q, q.new_zeros(*q.shape[:-1], num_marks), q.new_ones(*q.shape[:-1], 1)], -1)
             k = torch.cat([k, marks, k.new_zeros(*k.shape[:-1], 1)], -1)
         width = self._width(q.shape[-1], value_width)
-        q, k, v = _widen(q, width), _widen(k, width), _widen(tile.v, width)
+        q, k, v = widen(q, width), widen(k, width), widen(tile.v, width)
         grads = self._run_backward(
-            _widen(grad, width),
+            widen(grad, width),
             q,
             self._share(k, heads),
             self._share(v, heads),
             self._bias(tile),
-            _widen(out, width),
+            widen(out, width),
             lse,
             tile,
         )
@@ -242,10 +242,7 @@ class CudaEfficientKernel(_PaddedKernel):
         return super()._share(x, heads).contiguous()  # its backward writes gradients into the strides of k and v
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, tile: Tile) -> tuple[Tensor, Tensor]:
-        out, lse, _, _ = aten._scaled_dot_product_efficient_attention(
-            q, k, v, bias, True, 0.0, tile.causal, scale=tile.scale
-        )
-        return out, lse[..., : q.shape[-2]]  # the kernel pads it to a multiple of 32
+        return efficient_attention(q, k, v, bias, tile.scale, tile.causal)
 
     def _run_backward(
         self,
@@ -278,10 +275,18 @@ class CudaEfficientKernel(_PaddedKernel):
         return grad_q, grad_k, grad_v
 
 
+def efficient_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """out and logsumexp; all tensors [N, G, T, D], bias [N, G, Tq, Tk] with rows on 16-byte boundaries."""
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal, scale=scale)
+    return out, lse[..., : q.shape[-2]]  # the kernel pads it to a multiple of 32
+
+
 def _over_heads(x: Tensor) -> Tensor:
     """[Tq, Tk] or [N, Tq, Tk] -> [N or 1, 1, Tq, Tk]."""
     return x[None, None] if x.dim() == 2 else x[:, None]
 
 
-def _widen(x: Tensor, width: int) -> Tensor:
+def widen(x: Tensor, width: int) -> Tensor:
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))

@@ -227,8 +227,8 @@ def levels(lists: Lists, blocks: Blocks) -> Iterator[Level]:
     opens = (blocks.number == 0).nonzero()[:, 0]
     end = torch.cat([opens[1:], opens.new_tensor([len(blocks.number)])])  # one past the last block of each run
     yield from _disjoint(lists, blocks.start[opens], blocks.stop[end - 1], lists.lo[blocks.start[opens]])
-    run, step = (blocks.number == 0).cumsum(0) - 1, 1
-    while step <= int(blocks.number.max()):
+    run, highest, step = (blocks.number == 0).cumsum(0) - 1, int(blocks.number.max()), 1
+    while step <= highest:
         right = (blocks.number % (2 * step) == step).nonzero()[:, 0]
         last = torch.minimum(right + step, end[run[right]]) - 1
         yield from _disjoint(lists, blocks.start[right], blocks.stop[last], lists.hi[blocks.start[right - step]])

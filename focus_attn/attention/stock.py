@@ -30,29 +30,30 @@ MASKED_ROWS = 512  # queries a masked call
 
 def stock_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """out [B, H, Tq, Dv] and logsumexp [B, H, Tq], both fp32: the backward wants the output before it is rounded."""
-    batch, heads, queries, _ = call.q.shape
-    kernel = kernel_for(call)
-    out = torch.zeros(batch, heads, queries, call.v.shape[-1], dtype=torch.float32, device=call.q.device)
-    lse = torch.full((batch, heads, queries), -math.inf, dtype=torch.float32, device=call.q.device)
-    if queries and call.k.shape[2]:
-        near = _flash_band(call)
-        if near is not None:
-            out, lse = flash.flash_forward(call, near)
-        elif is_plain_causal(call):
-            tile = _causal_tile(call)
-            out, lse = (_merge_heads(x, call) for x in kernel.forward(tile))
-        elif _prefers_mask(call):
-            for start, stop, tile in _masked_tiles(call):
-                part, part_lse = kernel.forward(tile)
-                out[:, :, start:stop], lse[:, :, start:stop] = (
-                    _merge_heads(part, call),
-                    _merge_heads(part_lse, call),
-                )
-        else:
-            _forward_branches(call, kernel, _by_kv_head(out, call), _by_kv_head(lse, call))
+    out, lse = _forward(call)
     out = out.float()
     if call.sink_logits is not None:
         out, lse = merge_sink_logits(out, lse, call.sink_logits)
+    return out, lse
+
+
+def _forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    batch, heads, queries, _ = call.q.shape
+    something, kernel = queries > 0 and call.k.shape[2] > 0, kernel_for(call)
+    near = _flash_band(call) if something else None
+    if near is not None:
+        return flash.flash_forward(call, near)
+    if something and is_plain_causal(call):
+        out, lse = kernel.forward(_causal_tile(call))
+        return _merge_heads(out, call), _merge_heads(lse, call)
+    out = torch.zeros(batch, heads, queries, call.v.shape[-1], dtype=torch.float32, device=call.q.device)
+    lse = torch.full((batch, heads, queries), -math.inf, dtype=torch.float32, device=call.q.device)
+    if something and _prefers_mask(call):
+        for start, stop, tile in _masked_tiles(call):
+            part, part_lse = kernel.forward(tile)
+            out[:, :, start:stop], lse[:, :, start:stop] = _merge_heads(part, call), _merge_heads(part_lse, call)
+    elif something:
+        _forward_branches(call, kernel, _by_kv_head(out, call), _by_kv_head(lse, call))
     return out, lse
 
 
@@ -80,9 +81,10 @@ def stock_backward(call: AttentionCall, grad: Tensor, out: Tensor, lse: Tensor) 
         lse = lse.masked_fill(lse == -math.inf, math.inf)  # exp(s - inf) = 0: a query that saw nothing teaches nothing
         near = _flash_band(call)
         if near is not None:
-            total.q, total.k, total.v, gates = flash.flash_backward(call, near, grad, out, lse)
-            if gates is not None:
-                total.query_gate, total.key_gate = gates
+            gates = None
+            if total.query_gate is not None and total.key_gate is not None:
+                gates = total.query_gate, total.key_gate
+            flash.flash_backward(call, near, (grad, out, lse), (total.q, total.k, total.v), gates)
         elif is_plain_causal(call):
             tiles = [(0, call.q.shape[2], _causal_tile(call))]
             _backward_tiles(call, kernel, tiles, grad, out, lse, total)
