@@ -29,11 +29,11 @@ def sequences(batch: Batch) -> list[tuple[slice, slice]]:
     ]
 
 
-def visible_in(batch: Batch, queries: int, keys: int) -> torch.Tensor:
+def visible_in(batch: Batch, queries: int, keys: int, device: torch.device) -> torch.Tensor:
     """[Tq, Tk] of one sequence: all, or a causal band from the bottom right."""
     if batch.window is None:
-        return torch.ones(queries, keys, dtype=torch.bool)
-    distance = torch.arange(queries)[:, None] + (keys - queries) - torch.arange(keys)
+        return torch.ones(queries, keys, dtype=torch.bool, device=device)
+    distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
     return (distance >= 0) & (distance <= batch.window)
 
 
@@ -41,14 +41,14 @@ def plain_scores(rows: Rows, at: tuple[slice, slice], batch: Batch, scale: float
     """[heads, Tq, Tk] in fp32, -inf where nothing is to be seen."""
     q, k = rows.q[at[0]].float().transpose(0, 1), rows.k[at[1]].float().transpose(0, 1)
     scores = q @ k.repeat_interleave(len(q) // len(k), 0).transpose(1, 2) * scale
-    return scores.masked_fill(~visible_in(batch, q.shape[1], k.shape[1]), -math.inf)
+    return scores.masked_fill(~visible_in(batch, q.shape[1], k.shape[1], q.device), -math.inf)
 
 
 def plain_run(rows: Rows, batch: Batch, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """What `flash._run` promises, by plain products."""
     heads = rows.q.shape[1]
-    out = torch.full((len(rows.q), heads, rows.v.shape[-1]), math.nan)
-    lse = torch.full((len(rows.q), heads), math.nan)
+    out = rows.q.new_full((len(rows.q), heads, rows.v.shape[-1]), math.nan, dtype=torch.float32)
+    lse = rows.q.new_full((len(rows.q), heads), math.nan, dtype=torch.float32)
     for at in sequences(batch):
         scores = plain_scores(rows, at, batch, scale)
         v = rows.v[at[1]].float().transpose(0, 1)

@@ -1,5 +1,6 @@
 """The Triton kernels against the oracle: on the GPU where there is one, otherwise in Triton's interpreter."""
 
+import contextlib
 import importlib.util
 import itertools
 import os
@@ -108,6 +109,37 @@ def test_gradients_of_plain_calls_in_half_precision(query_k: int, routers: int) 
         results.append(torch.autograd.grad(out, inputs, grad.to(dtype)))
     for got, want in zip(*results, strict=True):
         assert worst(got, want) <= 3e-3 * max(1.0, float(want.abs().max()))
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (4, 1)], ids=str)
+@pytest.mark.parametrize("num_queries", [64, 128])
+def test_full_tiles_need_no_masks(num_queries: int, heads: tuple[int, int]) -> None:
+    """Lengths that tiles divide: queries and keys are read without a look at where they end."""
+    make = torch.Generator().manual_seed(num_queries)
+    q, k, v = (
+        torch.randn(2, count, length, 16, generator=make).to(DEVICE).requires_grad_()
+        for count, length in ((heads[0], num_queries), (heads[1], 128), (heads[1], 128))
+    )
+    ids = [torch.randint(0, 3, (2, heads[1], length, 1), generator=make).to(DEVICE) for length in (num_queries, 128)]
+    case = Case(q, k, v, *ids, {"num_groups": 3, "window": 20, "num_sinks": 3})
+    grad = torch.randn(q.shape, generator=make).to(DEVICE)
+    with contextlib.nullcontext() if ON_GPU else bounded():
+        got = case.run("triton", grad)
+    for name, mine, want in zip(NAMES, got, case.run("reference", grad), strict=False):
+        assert worst(mine, want) <= 1e-5 * max(1.0, float(want.abs().max())), name
+
+
+def test_rows_too_far_apart_for_32_bits_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (torch.randn(1, 40, 2, 16, device=DEVICE).transpose(1, 2).requires_grad_() for _ in range(3))
+    ids = torch.randint(0, 3, (1, 1, 40, 1), device=DEVICE)
+    case, grad, passed = Case(q, k, v, ids, ids.clone(), {"num_groups": 3, "window": 5}), torch.randn_like(q), []
+    real = near_far.rows_and_strides
+    monkeypatch.setattr(near_far, "FARTHEST", 32)
+    monkeypatch.setattr(near_far, "rows_and_strides", lambda *given: passed.append(real(*given)) or passed[-1])
+    got = case.run("triton", grad)
+    assert passed and all(tensors[1].stride(2) == 16 for tensors, _ in passed)
+    for mine, want in zip(got, case.run("reference", grad), strict=True):
+        assert worst(mine, want) <= 1e-5 * max(1.0, float(want.abs().max()))
 
 
 @pytest.mark.skipif(ON_GPU, reason="compute-sanitizer does it there")
@@ -319,8 +351,9 @@ def fake_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("copies_fit", [True, False], ids=["at once", "head by head"])
 @pytest.mark.parametrize("sinks", [0, 3])
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2)], ids=str)
+@pytest.mark.parametrize("length", [201, 192], ids=["a part of a tile left over", "full tiles"])
 def test_shared_ids_go_through_one_causal_attention_a_group(
-    heads: tuple[int, int], sinks: int, copies_fit: bool, monkeypatch: pytest.MonkeyPatch
+    length: int, heads: tuple[int, int], sinks: int, copies_fit: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU with cuDNN's package its own kernels do it; the arithmetic around them is checked everywhere."""
     from focus_attn.attention import cudnn, sorted_rows
@@ -330,11 +363,11 @@ def test_shared_ids_go_through_one_causal_attention_a_group(
     monkeypatch.setattr(sorted_rows, "heads_at_once", lambda call, copies: heads[1] if copies_fit else 1)
     half = ON_GPU
     make = torch.Generator().manual_seed(0)
-    groups = torch.randint(0, 5, (2, 1, 201, 1), generator=make)
+    groups = torch.randint(0, 5, (2, 1, length, 1), generator=make)
     groups[groups == 3] = 4  # an empty one
     groups = groups.to(DEVICE)
     q, k, v = (
-        torch.randn(2, count, 201, 16, generator=make).to(DEVICE, torch.bfloat16 if half else torch.float32)
+        torch.randn(2, count, length, 16, generator=make).to(DEVICE, torch.bfloat16 if half else torch.float32)
         for count in (heads[0], heads[1], heads[1])
     )
     case = Case(

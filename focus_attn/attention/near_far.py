@@ -22,6 +22,8 @@ from focus_attn.attention.sorted_rows import Copy, room_for, sort_rows_alike
 from focus_attn.attention.triton_plan import CountedPlan
 from focus_attn.visibility import EVERYTHING
 
+FARTHEST = 1 << 24  # elements from a token to the next: the rows of a tile are told apart in 32 bits
+
 
 class Room(NamedTuple):
     """What the forward of a plain call writes on its way: the plan, and sorted copies of some heads."""
@@ -35,6 +37,7 @@ class Seed(NamedTuple):
     """What tokens saw in their own groups, or the gradients from there, sorted by group: near goes on from it."""
 
     places: Tensor  # [B, T] int32
+    ids: Tensor  # [B, T and some more] int32; in the backward the call's own
     out: Tensor  # [B * T, heads, Dv] in memory
     lse: Tensor  # [B * T, heads] fp32
     first_head: int  # of the KV heads
@@ -91,19 +94,20 @@ def launch_near(
     (batch, _, num_queries, _), (_, kv_heads, num_keys, _) = call.q.shape, call.k.shape
     tile, pattern = tile_of(setup, "near", call), call.pattern
     planned = (lse, lse, lse) if plan is None else (plan.query_slots, plan.key_slots, plan.ranges)
-    seeds = (lse, lse, lse, lse) if seed is None else (call.key_groups, seed.places, seed.out, seed.lse)
+    seeds = (lse, lse, lse, lse) if seed is None else (seed.ids, seed.places, seed.out, seed.lse)
     first_head, heads = (0, kv_heads) if seed is None else (seed.first_head, seed.kv_heads)
     tensors, strides = rows_and_strides(call, setup, out)
-    tiles = ceil_div(num_queries, tile.rows // setup.heads_a_key)
+    rows = tile.rows // setup.heads_a_key
     setup.launch(
-        "near" if seed is None else "near, seeded", near_kernel, (tiles, heads, batch),
+        "near" if seed is None else "near, seeded", near_kernel, (ceil_div(num_queries, rows), heads, batch),
         (
-            *tensors, lse, *planned, *seeds, *strides,
+            *tensors, lse, *planned, *seeds, *strides, 0 if seed is None else seed.ids.stride(0),
             num_queries, num_keys, kv_heads, first_head, heads * setup.heads_a_key, pattern.window, pattern.num_sinks,
             call.scale, call.softcap or 1.0,
         ),
         lambda: {
-            "PLAIN": plan is None, "SQUARE": seed is not None, "SINKS": pattern.num_sinks > 0,
+            "PLAIN": plan is None, "EVEN": plan is None and num_queries % rows == num_keys % tile.keys == 0,
+            "SQUARE": seed is not None, "SINKS": pattern.num_sinks > 0,
             **setup.sizes, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys,
         },
         warps=tile.warps, stages=tile.stages,
@@ -192,14 +196,16 @@ def _bits(ids: Tensor) -> Tensor:
 def rows_and_strides(
     call: AttentionCall, setup: Setup, out: Tensor
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], tuple[int, ...]]:
-    """q, k, v and out with rows that run on in memory, and their strides (batch, head, token)."""
-    tensors = call.q, call.k, call.v, out
-    contiguous = setup.once("contiguous", lambda: [x.stride(-1) == 1 for x in tensors])
-    if not all(contiguous):
-        q, k, v, out = (x if fine else x.contiguous() for x, fine in zip(tensors, contiguous, strict=True))
-        tensors = q, k, v, out
-    strides = setup.once("strides", lambda: tuple(stride for x in tensors for stride in x.stride()[:3]))
-    return tensors, strides
+    """q, k and v with rows that run on in memory, out (or its gradient) as it is; strides (batch, head, token)."""
+    q, k, v = call.q, call.k, call.v
+    if not setup.once("in rows", lambda: all(map(lies_in_rows, (q, k, v)))):
+        q, k, v = (x if lies_in_rows(x) else x.contiguous() for x in (q, k, v))
+    strides = setup.once("strides", lambda: tuple(stride for x in (q, k, v, out) for stride in x.stride()[:3]))
+    return (q, k, v, out), strides
+
+
+def lies_in_rows(x: Tensor) -> bool:
+    return x.stride(-1) == 1 and x.stride(2) < FARTHEST
 
 
 def tile_of(setup: Setup, kernel: str, call: AttentionCall) -> Tile:

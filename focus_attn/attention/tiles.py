@@ -27,11 +27,18 @@ def real_address(X, BY_TABLE: tl.constexpr):
 
 
 @triton.jit
-def packed_rows(begin, end, kv_head, G: tl.constexpr, BLOCK_M: tl.constexpr):
-    """A tile has BLOCK_M // G queries from `begin` on, each with the G heads of the KV head: (query, real, head)."""
+def below(i, bound, ALL: tl.constexpr):
+    """i < bound; ALL: it is known of all of them, and then costs nothing."""
+    return tl.full(i.shape, True, tl.int1) if ALL else i < bound
+
+
+@triton.jit
+def packed_rows(begin, end, kv_head, G: tl.constexpr, BLOCK_M: tl.constexpr, FULL: tl.constexpr = False):
+    """A tile has BLOCK_M // G queries from `begin` on, each with the G heads of the KV head: (query, real, head).
+    FULL: all of its queries lie before `end`."""
     r = tl.arange(0, BLOCK_M)
     at = begin + r // G
-    return at, (r < BLOCK_M // G * G) & (at < end), kv_head * G + r % G
+    return at, below(r, BLOCK_M // G * G, BLOCK_M % G == 0) & below(at, end, FULL), kv_head * G + r % G
 
 
 @triton.jit
@@ -39,7 +46,7 @@ def load_rows(X, head, slot, head_stride, token_stride, live, D: tl.constexpr, B
     """Rows of X at (head, slot), [BLOCK_M, BLOCK_D], 0 where not live."""
     d = tl.arange(0, BLOCK_D)
     rows = X + (head.to(tl.int64) * head_stride + slot * token_stride)[:, None] + d[None, :]
-    return tl.load(rows, mask=live[:, None] & (d < D)[None, :], other=0.0)
+    return tl.load(rows, mask=live[:, None] & below(d, D, D == BLOCK_D)[None, :], other=0.0)
 
 
 @triton.jit

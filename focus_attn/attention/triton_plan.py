@@ -80,17 +80,22 @@ def _count_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["num_queries", "num_keys", "num_sinks", "blocks", "window", "query_unit", "key_unit", "lse_unit"]
+    do_not_specialize=[
+        *("num_queries", "num_keys", "num_sinks", "blocks", "window"),
+        *("query_unit", "key_unit", "lse_unit", "small_ids_line"),
+    ]
 )
 def _place_kernel(
-    QUERY_IDS, KEY_IDS, COUNTS, QUERY_SLOTS, RANGES, STARTS, KEY_SLOTS, KEY_STARTS, SEEN_BY, PLACES, LENGTHS, OFFSETS,
-    num_queries, num_keys, num_sinks, blocks, window, query_unit, key_unit, lse_unit,
+    QUERY_IDS, KEY_IDS, COUNTS, QUERY_SLOTS, RANGES, STARTS, KEY_SLOTS, KEY_STARTS, SEEN_BY,
+    PLACES, SMALL_IDS, LENGTHS, OFFSETS,
+    num_queries, num_keys, num_sinks, blocks, window, query_unit, key_unit, lse_unit, small_ids_line,
     GROUPS: tl.constexpr, CHOICES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     SQUARE: tl.constexpr, BACKWARD: tl.constexpr, BY_TABLE: tl.constexpr,
 ):  # fmt: skip
     """Program (block, side, line). Sides: the queries' choices, then the keys, once for each choice in the backward.
 
-    SQUARE: only the keys' side; PLACES is the inverse order, LENGTHS and OFFSETS are the groups as cuDNN wants them.
+    SQUARE: only the keys' side; PLACES is the inverse order, SMALL_IDS are the ids in 32 bits, LENGTHS and OFFSETS are
+    the groups as cuDNN wants them.
     """
     block, side, line = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     QUERY_IDS, KEY_IDS = real_address(QUERY_IDS, BY_TABLE), real_address(KEY_IDS, BY_TABLE)
@@ -118,6 +123,7 @@ def _place_kernel(
     if SQUARE:
         tl.store(KEY_SLOTS + line * num_keys + place, at, mask=live)
         tl.store(PLACES + line * num_keys + at, place, mask=live)
+        tl.store(SMALL_IDS + line * small_ids_line + at, ids, mask=live)
         if block == 0:
             job = line * GROUPS + group
             held, jobs = group < GROUPS, tl.num_programs(2) * GROUPS
@@ -222,8 +228,8 @@ def plan_far(call: AttentionCall, setup: Setup, plan: CountedPlan) -> None:
         (
             query_ids, key_ids, counts,
             far.query_slots, far.ranges, far.group_starts, slots, far.key_starts, slots if seen_by is None else seen_by,
-            slots, slots, slots,
-            num_queries, call.k.shape[2], call.pattern.num_sinks, blocks, call.pattern.window, 0, 0, 0,
+            slots, slots, slots, slots,
+            num_queries, call.k.shape[2], call.pattern.num_sinks, blocks, call.pattern.window, 0, 0, 0, 0,
         ),
         lambda: {**sizes, "CHUNK": COUNTS_AT_ONCE, "SQUARE": False, "BACKWARD": backward},
     )  # fmt: skip
@@ -234,6 +240,7 @@ class SquarePlan(NamedTuple):
 
     slots: Tensor  # [B, 1, T] int32: which token stands at each place
     places: Tensor  # [B, 1, T] int32: where each token stands
+    ids: Tensor  # [B, T and some more] int32
     jobs: Jobs  # the groups of all rows one after the other
     counts: Tensor  # the histograms it is made from
 
@@ -243,22 +250,25 @@ def room_for_square(call: AttentionCall) -> SquarePlan:
     batch, num_keys, groups, device = call.k.shape[0], call.k.shape[2], call.pattern.num_groups, call.q.device
     slots = torch.empty(batch, 1, num_keys, dtype=torch.int32, device=device)
     places = torch.empty(batch, 1, num_keys, dtype=torch.int32, device=device)
+    # Kernels read ids in runs of 16 bytes, and some beyond the last.
+    ids = torch.empty(batch, 64 * (num_keys // 64 + 3), dtype=torch.int32, device=device)
     lengths = torch.empty(batch * groups, dtype=torch.int32, device=device)
     offsets = torch.empty(3, batch * groups + 1, dtype=torch.int64, device=device)
-    return SquarePlan(slots, places, Jobs(lengths, lengths, offsets), _room_for_counts(call, *_sizes(call)))
+    return SquarePlan(slots, places, ids, Jobs(lengths, lengths, offsets), _room_for_counts(call, *_sizes(call)))
 
 
 def plan_square(call: AttentionCall, setup: Setup, plan: SquarePlan, heads: int, kv_heads: int) -> None:
     """Fills `plan`. heads, kv_heads: of the sorted copies that the groups' offsets are for."""
     batch, num_keys, ids, width = call.k.shape[0], call.k.shape[2], call.key_groups, call.q.shape[-1]
-    slots, places, (lengths, _, offsets), counts = plan
+    slots, places, small_ids, (lengths, _, offsets), counts = plan
     sizes, blocks = _sizes(call)
     _count(call, setup, sizes, blocks, ids, ids, counts, num_sinks=0)
     setup.launch(
         "place square", _place_kernel, (blocks, 1, batch),
         (
-            ids, ids, counts, slots, slots, slots, slots, slots, slots, places, lengths, offsets,
+            ids, ids, counts, slots, slots, slots, slots, slots, slots, places, small_ids, lengths, offsets,
             num_keys, num_keys, 0, blocks, call.pattern.window, heads * width, kv_heads * width, heads,
+            small_ids.stride(0),
         ),
         lambda: {**sizes, "CHUNK": COUNTS_AT_ONCE, "SQUARE": True, "BACKWARD": False},
     )  # fmt: skip
