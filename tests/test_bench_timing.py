@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from focus_attn.bench import Timing, crossover, describe_crossover, timing
+from focus_attn.bench import Timing, crossover, describe_crossover, dtype, timing
 from focus_attn.bench.timing import Contender, Contest, clock, dense_and_focus, race, races
 
 
@@ -107,3 +107,25 @@ def test_memory_is_the_peak_of_the_call_above_what_was_there(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated["now"])
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: allocated["peak"])
     assert race([Contender("a", call)], repeats=1, device="cuda")["a"].peak_bytes == 240
+
+
+@pytest.mark.parametrize(
+    ("half", "full", "expected", "sizes"),
+    [
+        ({64: 40.0}, {64: 1.0}, torch.float32, {64}),  # emulated: a large product would take a minute
+        ({64: 2.0, 1024: 1.0}, {64: 1.0, 1024: 2.0}, torch.bfloat16, {64, 1024}),
+        ({64: 1.0, 1024: 1.0}, {64: 1.0, 1024: 1.2}, torch.float32, {64, 1024}),
+    ],
+)
+def test_bf16_is_taken_where_it_is_clearly_faster(half, full, expected, sizes, monkeypatch):
+    asked = set()
+
+    def seconds(dtype, device, size):
+        asked.add(size)
+        return (half if dtype == torch.bfloat16 else full)[size]
+
+    monkeypatch.setattr(dtype, "_seconds_a_product", seconds)
+    dtype._fastest.cache_clear()
+    assert dtype.fastest_dtype() == expected
+    assert asked == sizes
+    dtype._fastest.cache_clear()
