@@ -129,6 +129,27 @@ def test_full_tiles_need_no_masks(num_queries: int, heads: tuple[int, int]) -> N
         assert worst(mine, want) <= 1e-5 * max(1.0, float(want.abs().max())), name
 
 
+def test_a_window_may_be_the_largest_number_there_is() -> None:
+    """Kernels add a token to it."""
+    make = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 40, 16, generator=make).to(DEVICE).requires_grad_() for _ in range(3))
+    ids = [torch.randint(0, 3, (1, 1, 40, 1), generator=make).to(DEVICE) for _ in range(2)]
+    grad = torch.randn(q.shape, generator=make).to(DEVICE)
+    for most in (2**31 - 1, 2**63 - 1):
+        case = Case(q, k, v, *ids, {"num_groups": 3, "window": most, "num_sinks": 2})
+        for mine, want in zip(case.run("triton", grad), case.run("reference", grad), strict=True):
+            assert worst(mine, want) <= 1e-5 * max(1.0, float(want.abs().max()))
+
+
+def test_tiles_of_padding_alone_are_not_walked() -> None:
+    q, k, v = (torch.randn(1, 2, 100, 16, device=DEVICE) for _ in range(3))
+    v[:, :, 64:] = torch.nan
+    ids = torch.zeros(1, 1, 100, 1, dtype=torch.long, device=DEVICE)
+    real = torch.arange(100, device=DEVICE)[None] < 64
+    out = focus_attention(q, k, v, ids, ids, num_groups=1, window=5, key_padding_mask=real, backend="triton")
+    assert not out[:, :, 64:].any() and out.isfinite().all()
+
+
 def test_rows_too_far_apart_for_32_bits_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (torch.randn(1, 40, 2, 16, device=DEVICE).transpose(1, 2).requires_grad_() for _ in range(3))
     ids = torch.randint(0, 3, (1, 1, 40, 1), device=DEVICE)

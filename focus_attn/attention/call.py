@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from focus_attn.router import value_checks
-from focus_attn.visibility import Pattern, Tokens, count_positions
+from focus_attn.visibility import EVERYTHING, Pattern, Tokens, count_positions
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
@@ -75,7 +75,8 @@ def make_call(
     shared = query_groups is key_groups
     query_groups = query_groups.long()
     key_groups = query_groups if shared else key_groups.long()
-    pattern = Pattern(num_groups, window, num_sinks, sliding_window)
+    # Kernels count in 32 bits, and add to a window.
+    pattern = Pattern(num_groups, min(window, EVERYTHING), num_sinks, sliding_window)
     return AttentionCall(
         q,
         k,

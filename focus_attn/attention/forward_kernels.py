@@ -29,10 +29,11 @@ def _walk(
 ):  # fmt: skip
     """Online softmax over the listed keys first:last. Row i sees lo[i]:hi[i] of the list.
 
-    COPIED: K and V are in the order of the list; otherwise SLOTS says where each key is. DEDUP: `barred` and BITS are
-    sets of groups, and pairs whose sets meet are left out. APART: they are ids, and pairs of one id are left out.
-    Scores are kept in base 2, for exp2 is the instruction the hardware has, and scaled together with the subtraction of
-    the maximum.
+    COPIED: K and V are in the order of the list; otherwise SLOTS says where each key is. MASKED: not every row sees all
+    of the keys; without FROM_LO none lies before its row's lo. EVEN: whole tiles of keys can be read, wherever `last`
+    is. DEDUP: `barred` and BITS are sets of groups, and pairs whose sets meet are left out. APART: they are ids, and
+    pairs of one id are left out. Scores are kept in base 2, for exp2 is the instruction the hardware has, and scaled
+    together with the subtraction of the maximum.
     """
     d, dv, n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV), tl.arange(0, BLOCK_N)
     factor = scale * LOG2E
@@ -97,8 +98,9 @@ def near_kernel(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BY_TABLE: tl.constexpr,
 ):  # fmt: skip
-    """PLAIN: slots are positions, so that ranges are known. SQUARE: PART has what each query saw in its own group,
-    sorted by group (PLACES), and only pairs of different IDS are left to see."""
+    """PLAIN: slots are positions, so that ranges are known. EVEN: tiles divide the numbers of queries and keys.
+    SQUARE: PART has what each query saw in its own group, sorted by group (PLACES), and only pairs of different IDS are
+    left to see."""
     Q, K, V = real_address(Q, BY_TABLE), real_address(K, BY_TABLE), real_address(V, BY_TABLE)
     OUT, LSE = real_address(OUT, BY_TABLE), real_address(LSE, BY_TABLE)
     kv_head, batch = first_head + tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -116,7 +118,7 @@ def near_kernel(
         slot = tl.load(QUERY_SLOTS + batch * num_queries + at, mask=live, other=0).to(tl.int64)
         lo = tl.load(ranges + at, mask=live, other=0)
         hi = tl.load(ranges + num_queries + at, mask=live, other=0)
-        first, last = tl.min(tl.where(hi > lo, lo, num_keys)), tl.max(hi)
+        first, last = tl.min(tl.where(hi > lo, lo, num_keys)), tl.max(tl.where(hi > lo, hi, 0))
     dv = tl.arange(0, BLOCK_DV)
     held = live[:, None] & below(dv, DV, DV == BLOCK_DV)[None, :]
     q = load_rows(Q + batch * q_batch, head, slot, q_head, q_token, live, D, BLOCK_D)
@@ -150,7 +152,7 @@ def near_kernel(
         else:
             lo = tl.load(ranges + 2 * num_queries + at, mask=live, other=0)
             hi = tl.load(ranges + 3 * num_queries + at, mask=live, other=0)
-            first, last = tl.min(tl.where(hi > lo, lo, num_keys)), tl.max(hi)
+            first, last = tl.min(tl.where(hi > lo, lo, num_keys)), tl.max(tl.where(hi > lo, hi, 0))
         acc, m, norm = _walk(
             acc, m, norm, q, first, last, lo, hi, apart, keys, values, slots, ids, k_token, v_token, scale, softcap,
             PLAIN, True, True, EVEN, False, SQUARE, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, 16,
@@ -230,7 +232,7 @@ def far_kernel(
     acc, m, norm = _walk(
         acc, m, norm, q, full_first, full_last, lo, hi, barred, keys, values, slots, bits,
         k_token, v_token, scale, softcap,
-        True, False, False, True, DEDUP, False, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
+        True, False, False, False, DEDUP, False, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
     )  # fmt: skip
     acc, m, norm = _walk(
         acc, m, norm, q, full_last, hi_last, lo, hi, barred, keys, values, slots, bits,

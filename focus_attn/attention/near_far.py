@@ -37,7 +37,6 @@ class Seed(NamedTuple):
     """What tokens saw in their own groups, or the gradients from there, sorted by group: near goes on from it."""
 
     places: Tensor  # [B, T] int32
-    ids: Tensor  # [B, T and some more] int32; in the backward the call's own
     out: Tensor  # [B * T, heads, Dv] in memory
     lse: Tensor  # [B * T, heads] fp32
     first_head: int  # of the KV heads
@@ -88,20 +87,23 @@ def has_far_pairs(call: AttentionCall) -> bool:
 
 
 def launch_near(
-    call: AttentionCall, setup: Setup, plan: NearPlan | None, out: Tensor, lse: Tensor, seed: Seed | None = None
-) -> None:
-    """plan: None where positions are plain. seed: what queries saw in their groups, for a run of KV heads."""
+    call: AttentionCall, setup: Setup, plan: NearPlan | None, out: Tensor, lse: Tensor,
+    seed: Seed | None = None, ids: Tensor | None = None,
+) -> None:  # fmt: skip
+    """plan: None where positions are plain. seed: what queries saw in their groups, for a run of KV heads; those groups
+    are `ids`, as `SquarePlan` has them."""
     (batch, _, num_queries, _), (_, kv_heads, num_keys, _) = call.q.shape, call.k.shape
     tile, pattern = tile_of(setup, "near", call), call.pattern
+    assert tile.keys <= triton_plan.MOST_KEYS
     planned = (lse, lse, lse) if plan is None else (plan.query_slots, plan.key_slots, plan.ranges)
-    seeds = (lse, lse, lse, lse) if seed is None else (seed.ids, seed.places, seed.out, seed.lse)
+    seeds = (lse, lse, lse, lse) if seed is None else (ids, seed.places, seed.out, seed.lse)
     first_head, heads = (0, kv_heads) if seed is None else (seed.first_head, seed.kv_heads)
     tensors, strides = rows_and_strides(call, setup, out)
     rows = tile.rows // setup.heads_a_key
     setup.launch(
         "near" if seed is None else "near, seeded", near_kernel, (ceil_div(num_queries, rows), heads, batch),
         (
-            *tensors, lse, *planned, *seeds, *strides, 0 if seed is None else seed.ids.stride(0),
+            *tensors, lse, *planned, *seeds, *strides, 0 if ids is None else ids.stride(0),
             num_queries, num_keys, kv_heads, first_head, heads * setup.heads_a_key, pattern.window, pattern.num_sinks,
             call.scale, call.softcap or 1.0,
         ),

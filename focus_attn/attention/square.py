@@ -84,7 +84,7 @@ def launch_forward(call: AttentionCall, setup: Setup, room: Room, out: Tensor, l
         copies = Copy(call.q, q, first_query, slots), Copy(call.k, k, first, slots), Copy(call.v, v, first, slots)
         sort_rows(setup, "q, k, v", *copies)
         cudnn.forward(shape, plan.jobs, q, k, v, q, part_lse, workspace)
-        launch_near(call, setup, None, out, lse, Seed(plan.places, plan.ids, q, part_lse, first, step))
+        launch_near(call, setup, None, out, lse, Seed(plan.places, q, part_lse, first, step), plan.ids)
 
 
 def _heads_at_once(call: AttentionCall, setup: Setup) -> tuple[int, cudnn.Shape]:

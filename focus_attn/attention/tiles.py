@@ -33,12 +33,12 @@ def below(i, bound, ALL: tl.constexpr):
 
 
 @triton.jit
-def packed_rows(begin, end, kv_head, G: tl.constexpr, BLOCK_M: tl.constexpr, FULL: tl.constexpr = False):
+def packed_rows(begin, end, kv_head, G: tl.constexpr, BLOCK_M: tl.constexpr, EVEN: tl.constexpr = False):
     """A tile has BLOCK_M // G queries from `begin` on, each with the G heads of the KV head: (query, real, head).
-    FULL: all of its queries lie before `end`."""
+    EVEN: all of its queries lie before `end`."""
     r = tl.arange(0, BLOCK_M)
     at = begin + r // G
-    return at, below(r, BLOCK_M // G * G, BLOCK_M % G == 0) & below(at, end, FULL), kv_head * G + r % G
+    return at, below(r, BLOCK_M // G * G, BLOCK_M % G == 0) & below(at, end, EVEN), kv_head * G + r % G
 
 
 @triton.jit

@@ -236,11 +236,11 @@ def _square_backward(call: AttentionCall, setup: Setup, grad: Tensor, out: Tenso
     ids = call.key_groups
     for places_, first, step, (dq, dk, dv) in square.group_gradients(call, setup, grad, out, lse):
         near.query_side(
-            grads.q, None, (nothing,) * 5, (ids, ids), plain=True, seed=Seed(places_, ids, dq, nothing, first, step)
+            grads.q, None, (nothing,) * 5, (ids, ids), plain=True, seed=Seed(places_, dq, nothing, first, step)
         )
         near.key_side(
             grads.k, grads.v, None, (nothing,) * 6, (ids, ids), plain=True,
-            seed=Seed(places_, ids, dk, nothing, first, step), seed_v=dv,
+            seed=Seed(places_, dk, nothing, first, step), seed_v=dv,
         )  # fmt: skip
     return grads
 

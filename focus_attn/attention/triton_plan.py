@@ -23,6 +23,7 @@ from focus_attn.attention.tiles import real_address
 
 MOST_GROUPS = 127  # a histogram row is kept in registers
 COUNTS_AT_ONCE = 64
+MOST_KEYS = 64  # in a tile of the near kernel
 SHORT = 1 << 17  # tokens; small blocks keep more of the device busy, large ones have fewer histograms to sum
 
 
@@ -250,8 +251,8 @@ def room_for_square(call: AttentionCall) -> SquarePlan:
     batch, num_keys, groups, device = call.k.shape[0], call.k.shape[2], call.pattern.num_groups, call.q.device
     slots = torch.empty(batch, 1, num_keys, dtype=torch.int32, device=device)
     places = torch.empty(batch, 1, num_keys, dtype=torch.int32, device=device)
-    # Kernels read ids in runs of 16 bytes, and some beyond the last.
-    ids = torch.empty(batch, 64 * (num_keys // 64 + 3), dtype=torch.int32, device=device)
+    # The near kernel reads whole tiles of ids, and one tile ahead.
+    ids = torch.empty(batch, MOST_KEYS * (num_keys // MOST_KEYS + 3), dtype=torch.int32, device=device)
     lengths = torch.empty(batch * groups, dtype=torch.int32, device=device)
     offsets = torch.empty(3, batch * groups + 1, dtype=torch.int64, device=device)
     return SquarePlan(slots, places, ids, Jobs(lengths, lengths, offsets), _room_for_counts(call, *_sizes(call)))
