@@ -10,13 +10,13 @@ the kernel and of all kernels of a call; outputs are compared with those of the 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from call_timeline import kernels_of
 
 from focus_attn import focus_attention
 from focus_attn.attention import call, launch, near_far, recorded
@@ -31,16 +31,11 @@ SHAPES = [("shared", 32, 32, 128), ("shared", 32, 8, 128), ("per KV head", 32, 8
 MOST_ERROR = 0.02  # half precision, another order of sums
 
 
-def milliseconds(attend: Any, repeats: int) -> tuple[float, float]:
+def milliseconds(attend: Callable[[], object], repeats: int) -> tuple[float, float]:
     """(the near kernel's, all kernels') a call."""
-    with profile(activities=[ProfilerActivity.CUDA]) as record:
-        for _ in range(repeats):
-            attend()
-        torch.cuda.synchronize()
-    found = [event for event in record.events() if event.device_type == DeviceType.CUDA]
+    kernels = kernels_of(lambda: [attend() for _ in range(repeats)])
     near, total = (
-        sum(event.time_range.elapsed_us() for event in found if name in event.name) / repeats / 1e3
-        for name in ("near_kernel", "")
+        sum(row["us"] for row in kernels if name in row["kernel"]) / repeats / 1e3 for name in ("near_kernel", "")
     )
     return near, total
 

@@ -155,7 +155,7 @@ def test_rows_too_far_apart_for_32_bits_are_copied(monkeypatch: pytest.MonkeyPat
     ids = torch.randint(0, 3, (1, 1, 40, 1), device=DEVICE)
     case, grad, passed = Case(q, k, v, ids, ids.clone(), {"num_groups": 3, "window": 5}), torch.randn_like(q), []
     real = near_far.rows_and_strides
-    monkeypatch.setattr(near_far, "FARTHEST", 32)
+    monkeypatch.setattr(launch, "FARTHEST", 32)
     monkeypatch.setattr(near_far, "rows_and_strides", lambda *given: passed.append(real(*given)) or passed[-1])
     got = case.run("triton", grad)
     assert passed and all(tensors[1].stride(2) == 16 for tensors, _ in passed)

@@ -29,6 +29,7 @@ class Tile(NamedTuple):
 
 
 MOST_SIGNATURES = 1024
+FARTHEST = 1 << 24  # elements from a token to the next: the rows of a tile are told apart in 32 bits
 _setups: OrderedDict[tuple[Any, ...], Setup] = OrderedDict()
 
 
@@ -153,6 +154,11 @@ def fitting(tile: Tile, needed: Callable[[Tile], int], room: int, fewest_rows: i
         else:
             break
     return tile
+
+
+def lies_in_rows(x: Tensor) -> bool:
+    """Whether kernels can read [B, heads, T, D] as it is: a vector in one piece, and the next one not too far away."""
+    return x.stride(-1) == 1 and x.stride(2) < FARTHEST
 
 
 def in_step(*tensors: Tensor) -> bool:

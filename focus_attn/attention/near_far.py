@@ -17,12 +17,10 @@ from focus_attn.attention import bulk, sorted_rows, triton_plan
 from focus_attn.attention.call import AttentionCall
 from focus_attn.attention.device_plan import FarPlan, NearPlan, places, plan_far, plan_near
 from focus_attn.attention.forward_kernels import far_kernel, near_kernel
-from focus_attn.attention.launch import Setup, Tile, ceil_div, fitting, in_step, power_of_2, shared_memory
+from focus_attn.attention.launch import Setup, Tile, ceil_div, fitting, in_step, lies_in_rows, power_of_2, shared_memory
 from focus_attn.attention.sorted_rows import Copy, room_for, sort_rows_alike
 from focus_attn.attention.triton_plan import CountedPlan
 from focus_attn.visibility import EVERYTHING
-
-FARTHEST = 1 << 24  # elements from a token to the next: the rows of a tile are told apart in 32 bits
 
 
 class Room(NamedTuple):
@@ -204,10 +202,6 @@ def rows_and_strides(
         q, k, v = (x if lies_in_rows(x) else x.contiguous() for x in (q, k, v))
     strides = setup.once("strides", lambda: tuple(stride for x in (q, k, v, out) for stride in x.stride()[:3]))
     return (q, k, v, out), strides
-
-
-def lies_in_rows(x: Tensor) -> bool:
-    return x.stride(-1) == 1 and x.stride(2) < FARTHEST
 
 
 def tile_of(setup: Setup, kernel: str, call: AttentionCall) -> Tile:

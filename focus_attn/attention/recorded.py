@@ -22,9 +22,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from focus_attn.attention import near_far, sorted_rows
+from focus_attn.attention import sorted_rows
 from focus_attn.attention.call import AttentionCall
-from focus_attn.attention.launch import Setup
+from focus_attn.attention.launch import Setup, lies_in_rows
 from focus_attn.attention.tiles import fill_table_kernel
 
 LONGEST = 1 << 15  # tokens; beyond, the device takes so long that the host is far ahead of it
@@ -160,7 +160,7 @@ def _is_recordable(way: Way, call: AttentionCall, setup: Setup) -> bool:
         and keys <= LONGEST
         and (queries == keys or queries >= FEWEST)
         and way.can_be_recorded(call, setup)
-        and all(map(near_far.lies_in_rows, (call.q, call.k, call.v)))
+        and all(map(lies_in_rows, (call.q, call.k, call.v)))
         and all(x.data_ptr() % 16 == 0 for x in (call.q, call.k, call.v, call.query_groups, call.key_groups))
     )
 
