@@ -21,8 +21,7 @@ from torch import Tensor
 class Shape(NamedTuple):
     """What a graph is built for: `jobs` attentions, each of a run of queries to a run of keys.
 
-    The lengths are bounds. causal: the last query of a job sees all of its keys, the one before it one less, and so on;
-    otherwise all see all.
+    The lengths are bounds. causal: query i of a job sees its keys up to i; otherwise all of them.
     """
 
     jobs: int
@@ -184,7 +183,7 @@ def _build(cudnn: Any, shape: Shape, is_backward: bool, deterministic: bool) -> 
         "k": given(_Uid.K),
         "v": given(_Uid.V),
         "attn_scale": scale,
-        "use_causal_mask_bottom_right" if causal else "use_causal_mask": causal,
+        "use_causal_mask": causal,
         "use_padding_mask": True,
         "seq_len_q": query_lengths,
         "seq_len_kv": key_lengths,

@@ -16,12 +16,10 @@ from torch import Tensor
 
 from focus_attn.attention import cudnn, sorted_rows, triton_plan
 from focus_attn.attention.call import AttentionCall
-from focus_attn.attention.launch import Setup, ceil_div
+from focus_attn.attention.launch import Setup
 from focus_attn.attention.near_far import Seed, launch_near
 from focus_attn.attention.sorted_rows import Copy, room_for, sort_rows
 from focus_attn.attention.triton_plan import SquarePlan
-
-SHORTEST_JOB = 256  # queries
 
 
 class Room(NamedTuple):
@@ -34,13 +32,6 @@ class Room(NamedTuple):
     lse: Tensor  # [B, 1, T, heads, 1] fp32
     workspace: Tensor
     kernels: Any  # cuDNN's own: they must stay as long as a recording of their launches
-
-
-def job_rows(length: int, groups: int) -> int:
-    """Queries a job of the forward, a power of two: about half a group. With whole groups the last and longest tiles of
-    all heads end together, and much of a short call is the wait for them."""
-    half = length // (2 * groups)
-    return length if half < SHORTEST_JOB else 1 << (half.bit_length() - 1)
 
 
 def serves(call: AttentionCall, setup: Setup) -> bool:
@@ -79,15 +70,14 @@ def can_be_recorded(call: AttentionCall, setup: Setup) -> bool:
 def make_room(call: AttentionCall, setup: Setup) -> Room:
     step, shape = _heads_at_once(call, setup)
     q, k, v = room_for(call, step, "qkv")
-    plan = triton_plan.room_for_square(call, shape.jobs)
-    return Room(plan, q, k, v, _room_for_lse(call, shape), *cudnn.room_for_forward(shape))
+    return Room(triton_plan.room_for_square(call), q, k, v, _room_for_lse(call, shape), *cudnn.room_for_forward(shape))
 
 
 def launch_forward(call: AttentionCall, setup: Setup, room: Room, out: Tensor, lse: Tensor) -> None:
     """Launches alone, and no new tensors: a CUDA graph can hold them."""
     step, shape = _heads_at_once(call, setup)
     plan, q, k, v, part_lse, workspace, _ = room
-    triton_plan.plan_square(call, setup, plan, shape.heads, shape.kv_heads, shape.longest_queries)
+    triton_plan.plan_square(call, setup, plan, shape.heads, shape.kv_heads)
     slots = plan.slots
     for first in range(0, call.k.shape[1], step):
         first_query = first * shape.heads // step
@@ -110,9 +100,9 @@ def group_gradients(
 
     The tensors are used again for the next heads.
     """
-    step, shape = setup.once("square backward", lambda: _step_and_shape(call, copies=10, whole_groups=True))
-    plan = triton_plan.room_for_square(call, shape.jobs)
-    triton_plan.plan_square(call, setup, plan, shape.heads, shape.kv_heads, shape.longest_queries)
+    step, shape = setup.once("square backward", lambda: _step_and_shape(call, copies=10))
+    plan = triton_plan.room_for_square(call)
+    triton_plan.plan_square(call, setup, plan, shape.heads, shape.kv_heads)
     slots, sorted_lse = plan.slots, _room_for_lse(call, shape)
     q, k, v, sorted_out, sorted_grad, dq, dk, dv = room_for(call, step, "qkvqqqkv")
     for first in range(0, call.k.shape[1], step):
@@ -130,16 +120,15 @@ def _room_for_lse(call: AttentionCall, shape: cudnn.Shape) -> Tensor:
     return torch.empty(batch, 1, length, shape.heads, 1, dtype=torch.float32, device=call.q.device)
 
 
-def _step_and_shape(call: AttentionCall, copies: int, whole_groups: bool = False) -> tuple[int, cudnn.Shape]:
-    """KV heads at a time, and the graph for them. whole_groups: a job is a group, as a backward wants it."""
+def _step_and_shape(call: AttentionCall, copies: int) -> tuple[int, cudnn.Shape]:
+    """KV heads at a time, and the graph for them."""
     batch, heads, length, width = call.q.shape
-    kv_heads, longest, groups = sorted_rows.heads_at_once(call, copies), cudnn.bound(length), call.pattern.num_groups
-    rows = longest if whole_groups else job_rows(longest, groups)
+    kv_heads, longest = sorted_rows.heads_at_once(call, copies), cudnn.bound(length)
     return kv_heads, cudnn.Shape(
-        jobs=batch * (groups if rows == longest else ceil_div(longest, rows) + groups),
+        jobs=batch * call.pattern.num_groups,
         heads=kv_heads * heads // call.k.shape[1],
         kv_heads=kv_heads,
-        longest_queries=rows,
+        longest_queries=longest,
         longest_keys=longest,
         total=batch * longest,
         causal=True,

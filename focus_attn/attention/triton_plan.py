@@ -80,56 +80,23 @@ def _count_kernel(
     tl.store(COUNTS + ((line * (CHOICES + 1) + side) * blocks + block) * WIDTH + group, counts)
 
 
-@triton.jit
-def _store_jobs(
-    LENGTHS, OFFSETS, line, starts, total, num_keys, jobs, job_rows, query_unit, key_unit, lse_unit,
-    GROUPS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """A line's groups as cuDNN wants them, in `jobs` jobs of up to `job_rows` queries and the keys up to the last of
-    these; those with most keys come first. The programs of a line share the work."""
-    group, first, programs = tl.arange(0, WIDTH), tl.program_id(0), tl.num_programs(0)
-    row = tl.num_programs(2) * jobs
-    tiles = tl.where(group < GROUPS, (total + job_rows - 1) // job_rows, 0)
-    for number in range(first, tl.max(tiles) * GROUPS, programs):
-        tile, mine = number // GROUPS, group == number % GROUPS
-        size, begin = tl.sum(tl.where(mine, total, 0)), tile * job_rows
-        before = tl.maximum(tiles - tile - 1, 0) + ((tiles > tile) & (group < number % GROUPS)).to(tl.int32)
-        at, here = line * jobs + tl.sum(before), begin < size
-        rows = tl.minimum(size - begin, job_rows)
-        key = (line * num_keys + tl.sum(tl.where(mine, starts, 0))).to(tl.int64)
-        tl.store(LENGTHS + at, rows, mask=here)
-        tl.store(LENGTHS + row + at, begin + rows, mask=here)
-        tl.store(OFFSETS + at, (key + begin) * query_unit, mask=here)
-        tl.store(OFFSETS + row + 1 + at, key * key_unit, mask=here)
-        tl.store(OFFSETS + 2 * (row + 1) + at, (key + begin) * lse_unit, mask=here)
-    end = (tl.num_programs(2) * num_keys).to(tl.int64)
-    for number in range(tl.sum(tiles) + first, jobs + 1, programs):  # what is left has nothing; one past the last, too
-        at = line * jobs + number
-        here = (number < jobs) | (at == row)
-        tl.store(LENGTHS + at, 0, mask=number < jobs)
-        tl.store(LENGTHS + row + at, 0, mask=number < jobs)
-        tl.store(OFFSETS + at, end * query_unit, mask=here)
-        tl.store(OFFSETS + row + 1 + at, end * key_unit, mask=here)
-        tl.store(OFFSETS + 2 * (row + 1) + at, end * lse_unit, mask=here)
-
-
 @triton.jit(
     do_not_specialize=[
         *("num_queries", "num_keys", "num_sinks", "blocks", "window"),
-        *("query_unit", "key_unit", "lse_unit", "small_ids_line", "jobs", "job_rows"),
+        *("query_unit", "key_unit", "lse_unit", "small_ids_line"),
     ]
 )
 def _place_kernel(
     QUERY_IDS, KEY_IDS, COUNTS, QUERY_SLOTS, RANGES, STARTS, KEY_SLOTS, KEY_STARTS, SEEN_BY,
     PLACES, SMALL_IDS, LENGTHS, OFFSETS,
-    num_queries, num_keys, num_sinks, blocks, window, query_unit, key_unit, lse_unit, small_ids_line, jobs, job_rows,
+    num_queries, num_keys, num_sinks, blocks, window, query_unit, key_unit, lse_unit, small_ids_line,
     GROUPS: tl.constexpr, CHOICES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     SQUARE: tl.constexpr, BACKWARD: tl.constexpr, BY_TABLE: tl.constexpr,
 ):  # fmt: skip
     """Program (block, side, line). Sides: the queries' choices, then the keys, once for each choice in the backward.
 
     SQUARE: only the keys' side; PLACES is the inverse order, SMALL_IDS are the ids in 32 bits, LENGTHS and OFFSETS are
-    jobs for cuDNN.
+    the groups as cuDNN wants them.
     """
     block, side, line = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     QUERY_IDS, KEY_IDS = real_address(QUERY_IDS, BY_TABLE), real_address(KEY_IDS, BY_TABLE)
@@ -158,10 +125,18 @@ def _place_kernel(
         tl.store(KEY_SLOTS + line * num_keys + place, at, mask=live)
         tl.store(PLACES + line * num_keys + at, place, mask=live)
         tl.store(SMALL_IDS + line * small_ids_line + at, ids, mask=live)
-        _store_jobs(
-            LENGTHS, OFFSETS, line, starts, total, num_keys, jobs, job_rows, query_unit, key_unit, lse_unit,
-            GROUPS, WIDTH,
-        )  # fmt: skip
+        if block == 0:
+            job = line * GROUPS + group
+            held, jobs = group < GROUPS, tl.num_programs(2) * GROUPS
+            start = (line * num_keys + starts).to(tl.int64)
+            tl.store(LENGTHS + job, total, mask=held)
+            tl.store(OFFSETS + job, start * query_unit, mask=held)
+            tl.store(OFFSETS + jobs + 1 + job, start * key_unit, mask=held)
+            tl.store(OFFSETS + 2 * (jobs + 1) + job, start * lse_unit, mask=held)
+            end = (tl.num_programs(2) * num_keys).to(tl.int64)
+            tl.store(OFFSETS + jobs, end * query_unit)
+            tl.store(OFFSETS + jobs + 1 + jobs, end * key_unit)
+            tl.store(OFFSETS + 2 * (jobs + 1) + jobs, end * lse_unit)
         return
 
     # How many of the other side's tokens of my group stand before at + shift.
@@ -255,7 +230,7 @@ def plan_far(call: AttentionCall, setup: Setup, plan: CountedPlan) -> None:
             query_ids, key_ids, counts,
             far.query_slots, far.ranges, far.group_starts, slots, far.key_starts, slots if seen_by is None else seen_by,
             slots, slots, slots, slots,
-            num_queries, call.k.shape[2], call.pattern.num_sinks, blocks, call.pattern.window, 0, 0, 0, 0, 0, 1,
+            num_queries, call.k.shape[2], call.pattern.num_sinks, blocks, call.pattern.window, 0, 0, 0, 0,
         ),
         lambda: {**sizes, "CHUNK": COUNTS_AT_ONCE, "SQUARE": False, "BACKWARD": backward},
     )  # fmt: skip
@@ -267,26 +242,24 @@ class SquarePlan(NamedTuple):
     slots: Tensor  # [B, 1, T] int32: which token stands at each place
     places: Tensor  # [B, 1, T] int32: where each token stands
     ids: Tensor  # [B, T and some more] int32
-    jobs: Jobs
+    jobs: Jobs  # the groups of all rows one after the other
     counts: Tensor  # the histograms it is made from
 
 
-def room_for_square(call: AttentionCall, jobs: int) -> SquarePlan:
-    """A plan that is still to be made, with so many jobs in all."""
-    batch, num_keys, device = call.k.shape[0], call.k.shape[2], call.q.device
+def room_for_square(call: AttentionCall) -> SquarePlan:
+    """A plan that is still to be made."""
+    batch, num_keys, groups, device = call.k.shape[0], call.k.shape[2], call.pattern.num_groups, call.q.device
     slots = torch.empty(batch, 1, num_keys, dtype=torch.int32, device=device)
     places = torch.empty(batch, 1, num_keys, dtype=torch.int32, device=device)
     # The near kernel reads whole tiles of ids, and one tile ahead.
     ids = torch.empty(batch, MOST_KEYS * (num_keys // MOST_KEYS + 3), dtype=torch.int32, device=device)
-    query_lengths, key_lengths = torch.empty(2, jobs, dtype=torch.int32, device=device).unbind(0)
-    offsets = torch.empty(3, jobs + 1, dtype=torch.int64, device=device)
-    return SquarePlan(
-        slots, places, ids, Jobs(query_lengths, key_lengths, offsets), _room_for_counts(call, *_sizes(call))
-    )
+    lengths = torch.empty(batch * groups, dtype=torch.int32, device=device)
+    offsets = torch.empty(3, batch * groups + 1, dtype=torch.int64, device=device)
+    return SquarePlan(slots, places, ids, Jobs(lengths, lengths, offsets), _room_for_counts(call, *_sizes(call)))
 
 
-def plan_square(call: AttentionCall, setup: Setup, plan: SquarePlan, heads: int, kv_heads: int, job_rows: int) -> None:
-    """Fills `plan`, with jobs of up to `job_rows` queries. heads, kv_heads: of the sorted copies that they are in."""
+def plan_square(call: AttentionCall, setup: Setup, plan: SquarePlan, heads: int, kv_heads: int) -> None:
+    """Fills `plan`. heads, kv_heads: of the sorted copies that the groups' offsets are for."""
     batch, num_keys, ids, width = call.k.shape[0], call.k.shape[2], call.key_groups, call.q.shape[-1]
     slots, places, small_ids, (lengths, _, offsets), counts = plan
     sizes, blocks = _sizes(call)
@@ -296,7 +269,7 @@ def plan_square(call: AttentionCall, setup: Setup, plan: SquarePlan, heads: int,
         (
             ids, ids, counts, slots, slots, slots, slots, slots, slots, places, small_ids, lengths, offsets,
             num_keys, num_keys, 0, blocks, call.pattern.window, heads * width, kv_heads * width, heads,
-            small_ids.stride(0), len(lengths) // batch, job_rows,
+            small_ids.stride(0),
         ),
         lambda: {**sizes, "CHUNK": COUNTS_AT_ONCE, "SQUARE": True, "BACKWARD": False},
     )  # fmt: skip
