@@ -1,0 +1,89 @@
+"""What each layer costs an adapter: the loss that comes back when it alone sees everything, and each of its KV heads.
+
+    python benchmarks/dense_layers.py --adapter runs/k8_distill --text books/train --json dense_layers.json
+
+It is a choice that comes of this, `dense_layers` of a recipe, so ask text that the adapter is not judged by. What the
+layers give back one by one does not add up: the last rows open the best ones together.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from adapter_figures import blocks, documents
+
+from focus_attn import FocusModel, load_default_model
+from focus_attn.bench.options import read_device
+from focus_attn.bench.record import write_json
+from focus_attn.evaluation.perplexity import token_losses
+from focus_attn.router import Routing
+from focus_attn.training.balance import routed_layers
+from focus_attn.zoo import find_adapter
+
+ALL = slice(None)
+TOGETHER = 6  # layers
+
+
+@torch.no_grad()
+def loss(model: FocusModel, ids: torch.Tensor, opened: dict[int, int | slice] | None = None) -> float:
+    """Mean over the predictions past the window of blocks [n, T]. opened: layers, and which of their heads see all."""
+
+    def choose(layer: int, routing: Routing) -> Routing:
+        heads = (opened or {}).get(layer)
+        if heads is None:
+            return routing
+        query, key = routing.query_groups.clone(), routing.key_groups.clone()
+        query[:, heads] = key[:, heads] = 0  # all in one group
+        return routing._replace(query_groups=query, key_groups=key)
+
+    window = model.focus_config.window
+    with model.override_routing(choose):
+        return torch.cat([token_losses(model.base_model, block[None], window) for block in ids]).mean().item()
+
+
+def measure(model: FocusModel, ids: torch.Tensor) -> dict[str, Any]:
+    model.eval()
+    with model.disable_focus():
+        base = loss(model, ids)
+    adapter = loss(model, ids)
+    print(f"loss {base:.4f} without Focus, {adapter:.4f} with it", flush=True)
+    rows: list[dict[str, Any]] = []
+    for layer, router in routed_layers(model):
+        heads = [adapter - loss(model, ids, {layer: head}) for head in range(router.num_routers)]
+        back = adapter - loss(model, ids, {layer: ALL})
+        rows.append({"layer": layer, "gives_back": back, "heads": heads})
+        print(f"layer {layer:2d} {back:+.4f}   heads {' '.join(f'{x:+.4f}' for x in heads)}", flush=True)
+
+    together: list[dict[str, Any]] = []
+    best = [row["layer"] for row in sorted(rows, key=lambda row: -row["gives_back"])]
+    for count in range(1, TOGETHER + 1):
+        back = adapter - loss(model, ids, dict.fromkeys(best[:count], ALL))
+        together.append({"layers": best[:count], "gives_back": back})
+        print(f"layers {', '.join(map(str, best[:count]))} {back:+.4f}", flush=True)
+    return {"base_loss": base, "adapter_loss": adapter, "layers": rows, "together": together}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--adapter", required=True, help="a folder, or the name of a shipped adapter")
+    parser.add_argument("--text", type=Path, required=True, help="a text file, a folder of them, or NAME.npy")
+    parser.add_argument("--length", type=int, default=8192)
+    parser.add_argument("--blocks", type=int, default=6)
+    parser.add_argument("--device")
+    parser.add_argument("--json", type=Path, required=True)
+    options = parser.parse_args()
+    device = read_device(options.device)
+    model, tokenizer = load_default_model(
+        dtype=torch.bfloat16 if device.type == "cuda" else torch.float32, device=device
+    )
+    model = FocusModel.from_pretrained(model, find_adapter(options.adapter))
+    ids = blocks(documents(options.text, tokenizer), options.length, options.blocks).to(device)
+    asked = {"adapter": Path(options.adapter).name, "length": options.length, "blocks": len(ids)}
+    write_json(options.json, {**asked, **measure(model, ids)})
+
+
+if __name__ == "__main__":
+    main()
