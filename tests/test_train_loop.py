@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from tiny import tiny_config, tiny_model, tokenizer_with_bos, tokens
 from training_runs import CONFIG, TWO_STAGES, AtStep, assert_same, recipe, routers, run, stage
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from focus_attn import FocusModel, get_focus_model
 from focus_attn.training import Data, Recipe, Start, loop
@@ -213,6 +213,32 @@ def test_two_phases_train_routers_then_everything(whole):
         torch.testing.assert_close(loaded(ids).logits, result.model(ids).logits)
 
 
+class EachStep(TrainerCallback):
+    """Keeps the routers as every optimiser step leaves them."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_optimizer_step(self, args, state, control, model, **kwargs):
+        self.seen.append([x.clone() for layer in model.model.focus_layers() for x in layer.state_dict().values()])
+
+
+def test_a_stage_may_end_with_the_mean_of_its_last_routers(plain, tmp_path):
+    watch, averaged = EachStep(), recipe(stage(average=0.5))
+    result = run(tmp_path / "a", averaged, callbacks=[watch])
+    means = [torch.stack(steps).mean(0) for steps in zip(*watch.seen[3:], strict=True)]
+    now = [tensor for layer in result.model.focus_layers() for tensor in layer.state_dict().values()]
+    assert all(torch.allclose(mean, tensor, atol=1e-6) for mean, tensor in zip(means, now, strict=True))
+    assert not all(torch.equal(last, tensor) for last, tensor in zip(watch.seen[-1], now, strict=True))
+    assert result.perplexity.ppl != plain[0].perplexity.ppl, "what is measured at the end is the mean"
+    saved = load_file(tmp_path / "a" / FOLDER / "step-0000006" / "focus_model.safetensors")
+    assert_same(saved, load_file(tmp_path / "a" / "focus_model.safetensors"))
+
+    stop = AtStep(5, lambda: signal.raise_signal(signal.SIGINT))  # when some of the steps have been counted
+    assert run(tmp_path / "b", averaged, callbacks=[stop]).steps == 5
+    assert_same(routers(run(tmp_path / "b", averaged)), routers(result))
+
+
 def test_the_first_phase_leaves_the_base_alone(tmp_path):
     run(tmp_path, dataclasses.replace(TWO_STAGES, save_every=4))
     first = checkpoints(tmp_path)[0]
@@ -352,7 +378,8 @@ def shrunk(chosen):
     if start is not None:
         small = {"blocks": 1, "length": 64, "steps": 1, "output_steps": min(1, start.output_steps)}
         start = dataclasses.replace(start, **small, budget=None if start.budget is None else 0.5)
-    focus = dataclasses.replace(chosen.focus, window=8)
+    dense = (0,) if chosen.focus.dense_layers else ()
+    focus = dataclasses.replace(chosen.focus, window=8, dense_layers=dense)
     return dataclasses.replace(
         chosen, stages=stages, start=start, focus=focus, precision="fp32", data=Data(held_out=1), evaluate_every=1
     )

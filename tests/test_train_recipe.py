@@ -49,6 +49,7 @@ def test_a_recipe_survives_its_dict_and_numbers_without_a_dot(tmp_path):
         ("stages:\n  - objective: wish", "`objective` must be one of 'lm', 'distill', 'lm\\+distill', got 'wish'"),
         ("stages:\n  - options: {budget_wait: 1}", "did you mean `budget_weight`"),
         ("stages:\n  - options: {probes: -1}", "`probes`"),
+        ("stages:\n  - {average: 0.5, trains: everything}", "`average`.*routers alone.*leave it out"),
         ("stages:\n  - stop_gradient: 1", "`stop_gradient` must be true or false, got 1"),
         ("stages:\n  - options: {stop_gradient: 1}", r"`options` has no field 'stop_gradient'"),
         ("stages:\n  - centroid_rate: 2", "`centroid_rate` must be between 0 and 1, got 2"),

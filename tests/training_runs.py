@@ -58,6 +58,7 @@ def routers(result):
     return {
         f"{index} {name}": tensor.clone()
         for index, layer in enumerate(result.model.focus_layers())
+        if layer.router is not None
         for name, tensor in layer.router.state_dict().items()
     }
 

@@ -86,6 +86,17 @@ class MoveCentroids(StageCallback):
             recluster(trainer.run.model, seen, seed_of(trainer.run.recipe.seed, trainer.index, state.global_step))
 
 
+class AverageRouters(StageCallback):
+    """Where the stage asks for it, it ends with the mean of its last steps' routers; that is what is then measured."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        stage, average, model = self.trainer.stage, self.trainer.average, self.trainer.run.model
+        if stage.steps - state.global_step < stage.average * stage.steps:
+            average.add(model)
+        if average.steps and state.global_step == stage.steps:
+            average.put(model)
+
+
 class Stability(StageCallback):
     """How many tokens of a fixed probe are still in the groups of the last checkpoint."""
 

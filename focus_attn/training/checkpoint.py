@@ -6,7 +6,7 @@ one is whole. Random numbers need no state of their own: every step draws from a
     output/checkpoints/step-0000250/
         focus_config.json, focus_model.safetensors   the adapter, loadable as it is
         base_model.safetensors                       only where the run trains the base
-        optimizer.pt                                 optimiser and learning-rate schedule
+        optimizer.pt                                 optimiser, learning-rate schedule, mean of the last routers
         trainer_state.json                           transformers' own account of the stage
         progress.json                                stage, step, recipe, digest of the data
 """
@@ -141,7 +141,8 @@ def load_weights(model: FocusModel, folder: Path) -> None:
             parameter.copy_(like(saved[name].to(parameter.device), parameter))
 
 
-def load_optimizer(folder: Path, optimizer: Any, scheduler: Any) -> None:
+def load_optimizer(folder: Path, optimizer: Any, scheduler: Any) -> dict[str, Any]:
+    """-> the state of the routers' average."""
     saved = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state = saved["optimizer"]
@@ -151,3 +152,5 @@ def load_optimizer(folder: Path, optimizer: Any, scheduler: Any) -> None:
     }
     optimizer.load_state_dict(state)
     scheduler.load_state_dict(saved["scheduler"])
+    average: dict[str, Any] = saved.get("average", {"steps": 0, "means": []})  # older checkpoints have none
+    return average

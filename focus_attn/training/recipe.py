@@ -101,6 +101,9 @@ class Stage:
         1,
     )
     recluster_every: int = integer(0, "steps after which k-means fits the centroids anew; 0: never")
+    average: float = number(
+        0.0, "share of the steps, the last ones, whose routers are averaged; the stage ends with their mean", 0, 1
+    )
     exploration_end: float = number(1.0, "what is left of the probes' weight at the last step, falling evenly", 0, 1)
     options: dict[str, float] = dataclasses.field(
         default_factory=dict, metadata={"help": "further fields of `StepOptions`, by name"}
@@ -111,6 +114,11 @@ class Stage:
         refuse_unknown(self.options, _FURTHER_OPTIONS, "`options`")
         object.__setattr__(self, "options", {name: as_number(name, value) for name, value in self.options.items()})
         self.step_options()
+        if self.average and self.trains == "everything":
+            raise ValueError(
+                f"`average` ({self.average:g}) is of the routers alone, and the other weights would not fit them: "
+                "leave it out where `trains` is 'everything'"
+            )
         self._check_centroids()
 
     def step_options(self) -> StepOptions:

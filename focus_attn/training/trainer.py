@@ -19,8 +19,10 @@ from transformers.trainer import TRAINER_STATE_NAME
 from focus_attn.evaluation.perplexity import Perplexity, block_perplexity
 from focus_attn.model import FocusModel
 from focus_attn.progress import Progress
+from focus_attn.training.averaging import RouterAverage
 from focus_attn.training.blocks import ShuffledBlocks
 from focus_attn.training.callbacks import (
+    AverageRouters,
     BalanceBias,
     Bookkeeping,
     MeasureTheEnd,
@@ -151,9 +153,9 @@ class FocusTrainer(Trainer):
         self._forwards = 0
         self._evaluated_at = self._saved_at = -1
         self.probe = data.blocks[0]["input_ids"][None]
-        self.balance, self.centroids = BalanceBias(), MoveCentroids()
+        self.balance, self.centroids, self.average = BalanceBias(), MoveCentroids(), RouterAverage()
         self.stability, self.bookkeeping = Stability(), Bookkeeping()
-        moving = [SeedEachStep(), self.balance, self.centroids]
+        moving = [SeedEachStep(), self.balance, self.centroids, AverageRouters()]
         ours = [*moving, self.stability, self.bookkeeping, MeasureTheEnd(), StopInTime()]
         for callback in ours:
             callback.attach(self)
@@ -299,7 +301,8 @@ class FocusTrainer(Trainer):
         scheduler = self.lr_scheduler.state_dict()  # type: ignore[union-attr]
 
         def fill(folder: Path) -> None:
-            torch.save({"optimizer": optimizer, "scheduler": scheduler}, folder / OPTIMIZER)
+            saved = {"optimizer": optimizer, "scheduler": scheduler, "average": self.average.state_dict()}
+            torch.save(saved, folder / OPTIMIZER)
             self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
 
         self.run.save(self.position, fill)
@@ -309,7 +312,8 @@ class FocusTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            load_optimizer(Path(checkpoint), self.optimizer, self.lr_scheduler)
+            average = load_optimizer(Path(checkpoint), self.optimizer, self.lr_scheduler)
+            self.average.load_state_dict(average, self.run.model)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Every step has its own seed."""
