@@ -44,7 +44,7 @@ class RouterAverage:
 
     def load_state_dict(self, state: dict[str, Any], model: FocusModel) -> None:
         self.steps = state["steps"]
-        self.means = [mean.to(now) for mean, now in zip(state["means"], _tensors(model), strict=bool(self.steps))]
+        self.means = [mean.to(now) for mean, now in zip(state["means"], _tensors(model), strict=False)]
 
 
 def _tensors(model: FocusModel) -> list[Tensor]:
