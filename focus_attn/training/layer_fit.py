@@ -15,7 +15,9 @@ from focus_attn.router import Router
 from focus_attn.training.objectives import FarAttention, coverage_loss, covered, crowding, far_pairs_kept
 from focus_attn.training.observe import Observation
 
-START_TEMPERATURE, END_TEMPERATURE = 1.0, 0.2
+# From assignments that hardly tell groups apart to ones that are nearly hard. Begun at 1 the first steps decide too
+# much: `focus demo` then closes 69 % of its gap instead of 73, at the same pairs.
+START_TEMPERATURE, END_TEMPERATURE = 2.0, 0.2
 # Hard ids keep somewhat more pairs than the soft assignments that the objective counts.
 HARD_OVERSHOOT = 1.03
 CROWDING_WEIGHT = 0.3  # enough to even the groups out; three times as much costs attention
