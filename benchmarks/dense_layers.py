@@ -59,7 +59,7 @@ def measure(model: FocusModel, ids: torch.Tensor) -> dict[str, Any]:
 
     together: list[dict[str, Any]] = []
     best = [row["layer"] for row in sorted(rows, key=lambda row: -row["gives_back"])]
-    for count in range(1, TOGETHER + 1):
+    for count in range(1, min(TOGETHER, len(best)) + 1):
         back = adapter - loss(model, ids, dict.fromkeys(best[:count], ALL))
         together.append({"layers": best[:count], "gives_back": back})
         print(f"layers {', '.join(map(str, best[:count]))} {back:+.4f}", flush=True)

@@ -160,7 +160,7 @@ def run_demo(
             train,
             steps=options.steps,
             budget=options.budget,
-            start="heads",  # 69 % of the gap, from others 61 to 65 (results/demo_start_cpu.json)
+            start="heads",  # better than the others here (results/demo_start_cpu.json)
             largest_group=1.0,
             seed=options.seed,
             progress=report,

@@ -50,6 +50,8 @@ def test_a_recipe_survives_its_dict_and_numbers_without_a_dot(tmp_path):
         ("stages:\n  - options: {budget_wait: 1}", "did you mean `budget_weight`"),
         ("stages:\n  - options: {probes: -1}", "`probes`"),
         ("stages:\n  - {average: 0.5, trains: everything}", "`average`.*routers alone.*leave it out"),
+        ("stages:\n  - {average: 0.5, recluster_every: 2, bias_rate: 0}", "`average`.*`recluster_every`.*[Ll]eave one"),
+        ("stages:\n  - {average: 0.5, centroid_rate: 0.1, bias_rate: 0}", "`average`.*`centroid_rate`.*[Ll]eave one"),
         ("stages:\n  - stop_gradient: 1", "`stop_gradient` must be true or false, got 1"),
         ("stages:\n  - options: {stop_gradient: 1}", r"`options` has no field 'stop_gradient'"),
         ("stages:\n  - centroid_rate: 2", "`centroid_rate` must be between 0 and 1, got 2"),

@@ -85,7 +85,10 @@ MOVED_CENTROIDS = {"centroid_rate": 0.3}, {"recluster_every": 2}
 
 def parallel_recipe(trains, sharding="none", **changes):
     """Four sequences a step, whose order of summation is all that several processes may change."""
-    chosen = stage(trains=trains, sequences=4, steps=3, base_learning_rate=1e-3, options={"probes": 0}, **changes)
+    average = 0.5 if trains == "routers" else 0.0
+    chosen = stage(
+        trains=trains, sequences=4, steps=3, base_learning_rate=1e-3, average=average, options={"probes": 0}, **changes
+    )
     start = Start(how="coverage", blocks=2, length=64, steps=2, budget=0.5)
     return recipe(chosen, start=start, sharding=sharding, gradient_checkpointing=True, evaluate_every=2)
 

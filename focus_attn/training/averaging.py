@@ -1,7 +1,7 @@
 """The mean of the routers over the last steps of a stage, for it to end with.
 
-Steps keep their size however little a gradient says, so routers wander around what they are after, and a partition of
-the tokens suffers from every turn. The mean over many steps stands nearer to it than where any of them ended.
+Adam's steps are as long where a gradient says little as where it says much, so routers wander around what they are
+after. Their mean may stand nearer to it than where the last step ended.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from focus_attn.model import FocusModel
 
 
-class RouterAverage:
+class RouterMean:
     """Of projections, centroids and biases, every step counting alike."""
 
     def __init__(self) -> None:
@@ -42,9 +42,11 @@ class RouterAverage:
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps, "means": self.means}
 
-    def load_state_dict(self, state: dict[str, Any], model: FocusModel) -> None:
-        self.steps = state["steps"]
-        self.means = [mean.to(now) for mean, now in zip(state["means"], _tensors(model), strict=False)]
+    def load_state_dict(self, state: dict[str, Any] | None, model: FocusModel) -> None:
+        """None: of a checkpoint from before there were means."""
+        if state is not None and state["steps"]:
+            self.steps = state["steps"]
+            self.means = [mean.to(now) for mean, now in zip(state["means"], _tensors(model), strict=True)]
 
 
 def _tensors(model: FocusModel) -> list[Tensor]:

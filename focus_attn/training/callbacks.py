@@ -87,14 +87,15 @@ class MoveCentroids(StageCallback):
 
 
 class AverageRouters(StageCallback):
-    """Where the stage asks for it, it ends with the mean of its last steps' routers; that is what is then measured."""
+    """Where the stage asks for it, it ends with the mean of its last steps' routers, which is then evaluated and saved.
+    The last log line is still of the steps themselves."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        stage, average, model = self.trainer.stage, self.trainer.average, self.trainer.run.model
-        if stage.steps - state.global_step < stage.average * stage.steps:
-            average.add(model)
-        if average.steps and state.global_step == stage.steps:
-            average.put(model)
+        trainer, left = self.trainer, self.trainer.stage.steps - state.global_step
+        if left < trainer.stage.averaged_steps:
+            trainer.router_mean.add(trainer.run.model)
+            if left == 0:
+                trainer.router_mean.put(trainer.run.model)
 
 
 class Stability(StageCallback):

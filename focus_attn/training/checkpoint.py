@@ -142,7 +142,7 @@ def load_weights(model: FocusModel, folder: Path) -> None:
 
 
 def load_optimizer(folder: Path, optimizer: Any, scheduler: Any) -> dict[str, Any]:
-    """-> the state of the routers' average."""
+    """-> all that was saved with them."""
     saved = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state = saved["optimizer"]
@@ -152,5 +152,4 @@ def load_optimizer(folder: Path, optimizer: Any, scheduler: Any) -> dict[str, An
     }
     optimizer.load_state_dict(state)
     scheduler.load_state_dict(saved["scheduler"])
-    average: dict[str, Any] = saved.get("average", {"steps": 0, "means": []})  # older checkpoints have none
-    return average
+    return saved  # type: ignore[no-any-return]

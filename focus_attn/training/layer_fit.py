@@ -15,8 +15,8 @@ from focus_attn.router import Router
 from focus_attn.training.objectives import FarAttention, coverage_loss, covered, crowding, far_pairs_kept
 from focus_attn.training.observe import Observation
 
-# From assignments that hardly tell groups apart to ones that are nearly hard. Begun at 1 the first steps decide too
-# much: `focus demo` then closes 69 % of its gap instead of 73, at the same pairs.
+# From assignments that hardly tell groups apart to ones that are nearly hard. Begun at 1, `focus demo` closes 69 % of
+# its gap instead of 73, at the same pairs (one seed).
 START_TEMPERATURE, END_TEMPERATURE = 2.0, 0.2
 # Hard ids keep somewhat more pairs than the soft assignments that the objective counts.
 HARD_OVERSHOOT = 1.03

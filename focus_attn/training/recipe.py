@@ -114,16 +114,29 @@ class Stage:
         refuse_unknown(self.options, _FURTHER_OPTIONS, "`options`")
         object.__setattr__(self, "options", {name: as_number(name, value) for name, value in self.options.items()})
         self.step_options()
-        if self.average and self.trains == "everything":
-            raise ValueError(
-                f"`average` ({self.average:g}) is of the routers alone, and the other weights would not fit them: "
-                "leave it out where `trains` is 'everything'"
-            )
+        self._check_average()
         self._check_centroids()
 
     def step_options(self) -> StepOptions:
         own = {name: getattr(self, name) for name in _OWN_FIELDS}
         return StepOptions(**own, **self.options)  # type: ignore[arg-type]
+
+    @property
+    def averaged_steps(self) -> int:
+        return max(1, round(self.average * self.steps)) if self.average else 0
+
+    def _check_average(self) -> None:
+        if self.average and self.trains == "everything":
+            raise ValueError(
+                f"`average` ({self.average:g}) is of the routers alone, and the other weights would not fit them: "
+                "leave it out where `trains` is 'everything'"
+            )
+        if self.average and (self.centroid_rate or self.recluster_every):
+            name = "centroid_rate" if self.centroid_rate else "recluster_every"
+            raise ValueError(
+                f"`average` ({self.average:g}) and `{name}` do not go together: the mean of biases is not the bias of "
+                "mean centroids, and groups that are clustered anew are others. Leave one of them out"
+            )
 
     def _check_centroids(self) -> None:
         if self.centroid_rate and self.recluster_every:

@@ -19,7 +19,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from focus_attn.evaluation.perplexity import Perplexity, block_perplexity
 from focus_attn.model import FocusModel
 from focus_attn.progress import Progress
-from focus_attn.training.averaging import RouterAverage
+from focus_attn.training.averaging import RouterMean
 from focus_attn.training.blocks import ShuffledBlocks
 from focus_attn.training.callbacks import (
     AverageRouters,
@@ -153,7 +153,7 @@ class FocusTrainer(Trainer):
         self._forwards = 0
         self._evaluated_at = self._saved_at = -1
         self.probe = data.blocks[0]["input_ids"][None]
-        self.balance, self.centroids, self.average = BalanceBias(), MoveCentroids(), RouterAverage()
+        self.balance, self.centroids, self.router_mean = BalanceBias(), MoveCentroids(), RouterMean()
         self.stability, self.bookkeeping = Stability(), Bookkeeping()
         moving = [SeedEachStep(), self.balance, self.centroids, AverageRouters()]
         ours = [*moving, self.stability, self.bookkeeping, MeasureTheEnd(), StopInTime()]
@@ -301,7 +301,7 @@ class FocusTrainer(Trainer):
         scheduler = self.lr_scheduler.state_dict()  # type: ignore[union-attr]
 
         def fill(folder: Path) -> None:
-            saved = {"optimizer": optimizer, "scheduler": scheduler, "average": self.average.state_dict()}
+            saved = {"optimizer": optimizer, "scheduler": scheduler, "router_mean": self.router_mean.state_dict()}
             torch.save(saved, folder / OPTIMIZER)
             self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
 
@@ -312,8 +312,8 @@ class FocusTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            average = load_optimizer(Path(checkpoint), self.optimizer, self.lr_scheduler)
-            self.average.load_state_dict(average, self.run.model)
+            saved = load_optimizer(Path(checkpoint), self.optimizer, self.lr_scheduler)
+            self.router_mean.load_state_dict(saved.get("router_mean"), self.run.model)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Every step has its own seed."""
