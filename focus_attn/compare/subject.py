@@ -177,7 +177,7 @@ class Workshop:
 # nothing of them.
 LATER: dict[type, tuple[str, ...]] = {
     Start: ("first", "repeats", "output_steps", "output_learning_rate"),
-    Stage: ("repeats", "strange", "stop_gradient", "centroid_rate", "recluster_every"),
+    Stage: ("repeats", "strange", "stop_gradient", "centroid_rate", "recluster_every", "average"),
 }
 
 
