@@ -9,6 +9,7 @@ layers give back one by one does not add up: the last rows open the best ones to
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from adapter_figures import blocks, documents
 from focus_attn import FocusModel, load_default_model
 from focus_attn.bench.options import read_device
 from focus_attn.bench.record import write_json
-from focus_attn.evaluation.perplexity import token_losses
+from focus_attn.evaluation.perplexity import block_perplexity
 from focus_attn.router import Routing
 from focus_attn.training.balance import routed_layers
 from focus_attn.zoo import find_adapter
@@ -27,7 +28,6 @@ ALL = slice(None)
 TOGETHER = 6  # layers
 
 
-@torch.no_grad()
 def loss(model: FocusModel, ids: torch.Tensor, opened: dict[int, int | slice] | None = None) -> float:
     """Mean over the predictions past the window of blocks [n, T]. opened: layers, and which of their heads see all."""
 
@@ -39,13 +39,11 @@ def loss(model: FocusModel, ids: torch.Tensor, opened: dict[int, int | slice] | 
         query[:, heads] = key[:, heads] = 0  # all in one group
         return routing._replace(query_groups=query, key_groups=key)
 
-    window = model.focus_config.window
     with model.override_routing(choose):
-        return torch.cat([token_losses(model.base_model, block[None], window) for block in ids]).mean().item()
+        return math.log(block_perplexity(model, ids).ppl)
 
 
 def measure(model: FocusModel, ids: torch.Tensor) -> dict[str, Any]:
-    model.eval()
     with model.disable_focus():
         base = loss(model, ids)
     adapter = loss(model, ids)
@@ -80,7 +78,7 @@ def main() -> None:
         dtype=torch.bfloat16 if device.type == "cuda" else torch.float32, device=device
     )
     model = FocusModel.from_pretrained(model, find_adapter(options.adapter))
-    ids = blocks(documents(options.text, tokenizer), options.length, options.blocks).to(device)
+    ids = blocks(documents(options.text, tokenizer), options.length, options.blocks)
     asked = {"adapter": Path(options.adapter).name, "length": options.length, "blocks": len(ids)}
     write_json(options.json, {**asked, **measure(model, ids)})
 
