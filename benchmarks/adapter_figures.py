@@ -24,6 +24,7 @@ from focus_attn.compare.data import read_tokens
 from focus_attn.evaluation import Perplexity, block_perplexity, group_shares, observe_routing, perplexity_ratio
 from focus_attn.evaluation.perplexity import first_token
 from focus_attn.training import Recipe, train
+from focus_attn.training.balance import routed_layers
 from focus_attn.training.blocks import cut_blocks
 from focus_attn.training.checkpoint import base_parameters
 from focus_attn.training.data import open_tokens, read_documents
@@ -59,10 +60,14 @@ def compared(focus: Perplexity, base: Perplexity) -> dict[str, Any]:
 
 
 def largest_groups(model: FocusModel, held_out: torch.Tensor) -> dict[str, float]:
-    """Share of the keys in a router's largest group, over the layers and key/value heads."""
-    routings = observe_routing(model, held_out).values()
-    config = model.focus_config
-    largest = torch.cat([group_shares(one.key_groups, config.num_groups).amax(-1) for one in routings])
+    """Share of the keys in a router's largest group, over the layers and key/value heads that are not dense."""
+    routings, config = observe_routing(model, held_out), model.focus_config
+    largest = torch.cat(
+        [
+            group_shares(routings[layer].key_groups, config.num_groups).amax(-1)[router.choosing]
+            for layer, router in routed_layers(model)
+        ]
+    )
     largest = largest / config.key_top_k
     return {"mean": largest.mean().item(), "worst": largest.max().item(), "tokens": held_out.numel()}
 

@@ -2,14 +2,15 @@
 
     python benchmarks/dense_layers.py --adapter runs/k8_distill --text books/train --json dense_layers.json
 
-It is a choice that comes of this, `dense_layers` of a recipe, so ask text that the adapter is not judged by. What the
-layers give back one by one does not add up: the last rows open the best ones together.
+It is a choice that comes of this, `dense_layers` or `dense_heads` of a recipe, so ask text that the adapter is not
+judged by. What they give back one by one does not add up: the last rows open the best ones together.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,10 @@ from focus_attn.training.balance import routed_layers
 from focus_attn.zoo import find_adapter
 
 ALL = slice(None)
-TOGETHER = 6  # layers
+TOGETHER = 6  # layers, and twice as many heads
 
 
-def loss(model: FocusModel, ids: torch.Tensor, opened: dict[int, int | slice] | None = None) -> float:
+def loss(model: FocusModel, ids: torch.Tensor, opened: Mapping[int, list[int] | slice] | None = None) -> float:
     """Mean over the predictions past the window of blocks [n, T]. opened: layers, and which of their heads see all."""
 
     def choose(layer: int, routing: Routing) -> Routing:
@@ -50,10 +51,10 @@ def measure(model: FocusModel, ids: torch.Tensor) -> dict[str, Any]:
     print(f"loss {base:.4f} without Focus, {adapter:.4f} with it", flush=True)
     rows: list[dict[str, Any]] = []
     for layer, router in routed_layers(model):
-        heads = [adapter - loss(model, ids, {layer: head}) for head in range(router.num_routers)]
+        each = [adapter - loss(model, ids, {layer: [head]}) for head in range(router.num_routers)]
         back = adapter - loss(model, ids, {layer: ALL})
-        rows.append({"layer": layer, "gives_back": back, "heads": heads})
-        print(f"layer {layer:2d} {back:+.4f}   heads {' '.join(f'{x:+.4f}' for x in heads)}", flush=True)
+        rows.append({"layer": layer, "gives_back": back, "heads": each})
+        print(f"layer {layer:2d} {back:+.4f}   heads {' '.join(f'{x:+.4f}' for x in each)}", flush=True)
 
     together: list[dict[str, Any]] = []
     best = [row["layer"] for row in sorted(rows, key=lambda row: -row["gives_back"])]
@@ -61,7 +62,17 @@ def measure(model: FocusModel, ids: torch.Tensor) -> dict[str, Any]:
         back = adapter - loss(model, ids, dict.fromkeys(best[:count], ALL))
         together.append({"layers": best[:count], "gives_back": back})
         print(f"layers {', '.join(map(str, best[:count]))} {back:+.4f}", flush=True)
-    return {"base_loss": base, "adapter_loss": adapter, "layers": rows, "together": together}
+
+    heads = sorted(((back, row["layer"], head) for row in rows for head, back in enumerate(row["heads"])), reverse=True)
+    heads_together: list[dict[str, Any]] = []
+    for count in range(1, min(2 * TOGETHER, len(heads)) + 1):
+        chosen = [(layer, head) for _, layer, head in heads[:count]]
+        opened = {at: [head for layer, head in chosen if layer == at] for at, _ in chosen}
+        back = adapter - loss(model, ids, opened)
+        heads_together.append({"heads": chosen, "gives_back": back})
+        print(f"heads {', '.join(f'{layer}.{head}' for layer, head in chosen)} {back:+.4f}", flush=True)
+    base_and_adapter = {"base_loss": base, "adapter_loss": adapter}
+    return {**base_and_adapter, "layers": rows, "together": together, "heads_together": heads_together}
 
 
 def main() -> None:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from focus_attn.config import FocusConfig
 from focus_attn.hf import text_config
 from focus_attn.layer import LayerSpec
-from focus_attn.router import Router
 from focus_attn.version import __version__
 
 CONFIG_FILE = "focus_config.json"
@@ -169,7 +168,7 @@ def _expected_shapes(config: FocusConfig, specs: list[LayerSpec], num_layers: in
     shapes = {}
     for spec in specs:
         if spec.is_routed(config, num_layers):
-            router = Router(config, spec.hidden_size, config.num_routers(spec.num_kv_heads), "meta")
+            router = spec.new_router(config, num_layers, "meta")
             for key, tensor in router.state_dict().items():
                 shapes[tensor_name(spec.layer_idx, key)] = tensor.shape
     return shapes

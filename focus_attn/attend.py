@@ -30,9 +30,10 @@ def attend(state: FocusState, layer: FocusLayer, call: FocusCall, inputs: Attent
     config = state.config
     pattern = Pattern(config.num_groups, config.window, config.num_sinks, inputs.sliding_window)
     if state.recorder is not None:
+        assert layer.router is not None
         state.recorder.add(inputs.layer_idx, call.routing.query_groups, call.key_groups, inputs.tokens, pattern)
         real = inputs.tokens.query_positions >= 0
-        state.recorder.add_groups(inputs.layer_idx, call.routing.key_groups, real, config.num_groups)
+        state.recorder.add_groups(inputs.layer_idx, call.routing.key_groups, real, layer.router)
     gates = None
     training = layer.wants_gradient()
     _say_if_leaking(state, training)

@@ -54,6 +54,9 @@ class FocusConfig:
         "keep", "layers that slide already: left alone, or Focus inside their window", SlidingLayers
     )
     dense_layers: tuple[int, ...] = _option((), "layers that keep full attention, by index (negative: from the end)")
+    dense_heads: tuple[tuple[int, int], ...] = _option(
+        (), "KV heads that keep full attention in layers that are routed, as (layer, head)"
+    )
     backend: Backend = _option("auto", "which implementation computes the attention", Backend)
 
     def __post_init__(self) -> None:
@@ -85,6 +88,11 @@ class FocusConfig:
                 f"`dense_layers` must be a sequence of layer indices such as (0, -1), got {self.dense_layers!r}"
             )
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))  # a list would break equality
+        object.__setattr__(self, "dense_heads", _read_heads(self.dense_heads))
+        if self.dense_heads and self.router_scope == "layer":
+            raise ValueError('`dense_heads` needs a router for each head, not `router_scope="layer"`: try "kv_head"')
+        if self.dense_heads and self.routing == "paper_leaky":
+            raise ValueError('`dense_heads` cannot be had with `routing="paper_leaky"`, which evens every head out')
 
     @classmethod
     def paper(cls, **changes: Any) -> FocusConfig:
@@ -130,7 +138,8 @@ class FocusConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain JSON values; `from_dict` reads them back."""
-        return {**dataclasses.asdict(self), "dense_layers": list(self.dense_layers)}
+        lists = {"dense_layers": list(self.dense_layers), "dense_heads": [list(pair) for pair in self.dense_heads]}
+        return {**dataclasses.asdict(self), **lists}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> FocusConfig:
@@ -162,3 +171,15 @@ def _check_int(name: str, value: Any, lowest: int) -> None:
         raise TypeError(f"`{name}` must be an integer, got {value!r}")
     if value < lowest:
         raise ValueError(f"`{name}` must be at least {lowest}, got {value}")
+
+
+def _read_heads(value: Any) -> tuple[tuple[int, int], ...]:
+    usage = "`dense_heads` must be pairs of a layer and one of its KV heads such as (18, 2)"
+    pairs = value if isinstance(value, (tuple, list)) else (value,)
+    for pair in pairs:
+        integers = isinstance(pair, (tuple, list)) and len(pair) == 2 and all(type(i) is int for i in pair)
+        if not integers:
+            raise TypeError(f"{usage}, got {value!r}")
+        if pair[1] < 0:
+            raise ValueError(f"{usage}, heads counted from 0, got {value!r}")
+    return tuple((layer, head) for layer, head in pairs)

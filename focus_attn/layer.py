@@ -41,6 +41,14 @@ class LayerSpec:
             return True
         return config.sliding_layers == "intersect" and self.sliding_window > FEWEST_WINDOWS_TO_ROUTE * config.window
 
+    def dense_heads(self, config: FocusConfig, num_layers: int) -> tuple[int, ...]:
+        """The KV heads of the layer, if it is routed, that see everything."""
+        return tuple(sorted({head for layer, head in config.dense_heads if layer % num_layers == self.layer_idx}))
+
+    def new_router(self, config: FocusConfig, num_layers: int, device: torch.device | str | None = None) -> Router:
+        routers = config.num_routers(self.num_kv_heads)
+        return Router(config, self.hidden_size, routers, device, self.dense_heads(config, num_layers))
+
 
 class FocusCall(NamedTuple):
     """What the hook of a layer hands to the attention function for one forward."""

@@ -21,7 +21,7 @@ from focus_attn.cache import IdsTag
 from focus_attn.config import FocusConfig
 from focus_attn.hf import NO_ATTENTIONS, Seam, execution_device, text_config, warn_if_untested
 from focus_attn.layer import AttentionInputs, FocusLayer, FocusState, Probing
-from focus_attn.router import Router, Routing
+from focus_attn.router import Routing
 from focus_attn.stats import Stats
 
 # `pipeline()` knows the wrappers of language models by the names of their classes, and complains of others.
@@ -245,9 +245,9 @@ class FocusModel(nn.Module, PushToHubMixin):
         tags: dict[int, IdsTag] = {}
         for module, spec in zip(seam.modules, seam.specs, strict=True):
             if spec.is_routed(config, state.num_layers):
-                routers = config.num_routers(spec.num_kv_heads)
-                tags[spec.layer_idx] = IdsTag(adapter_name, spec.layer_idx, len(tags), routers, config.key_top_k)
-                router = Router(config, spec.hidden_size, routers, execution_device(module)).requires_grad_(False)
+                router = spec.new_router(config, state.num_layers, execution_device(module)).requires_grad_(False)
+                index, routers = spec.layer_idx, router.num_routers
+                tags[index] = IdsTag(adapter_name, index, len(tags), routers, config.key_top_k)
                 for layer in _layers_of(module):
                     layer.routers[adapter_name] = copy.deepcopy(router).train(layer.training)
         state.configs[adapter_name], state.tags[adapter_name] = config, tags
@@ -389,8 +389,28 @@ def _check_adapter(adapter_name: str, config: FocusConfig, seam: Seam, num_layer
     wrong = [index for index in config.dense_layers if not -num_layers <= index < num_layers]
     if wrong:
         raise ValueError(f"`dense_layers` names layer(s) {wrong} of a model that has {num_layers}")
+    _check_dense_heads(config, seam, num_layers)
     if not any(spec.is_routed(config, num_layers) for spec in seam.specs):
         raise ValueError(
             f"Focus would do nothing here: all {num_layers} layers slide or are in `dense_layers`. For layers that "
             'slide over more than 8 windows try `sliding_layers="intersect"`, with a smaller `window` if need be'
         )
+
+
+def _check_dense_heads(config: FocusConfig, seam: Seam, num_layers: int) -> None:
+    by_index = {spec.layer_idx: spec for spec in seam.specs}
+    for layer, head in config.dense_heads:
+        spec = by_index.get(layer % num_layers) if -num_layers <= layer < num_layers else None
+        if spec is None:
+            raise ValueError(f"`dense_heads` names layer {layer} of a model that has {num_layers}")
+        if not spec.is_routed(config, num_layers):
+            raise ValueError(f"`dense_heads` names a head of layer {layer}, which is not routed: leave it out")
+        if head >= spec.num_kv_heads:
+            raise ValueError(f"`dense_heads` names head {head} of layer {layer}, which has {spec.num_kv_heads} of them")
+        if config.num_routers(spec.num_kv_heads) < spec.num_kv_heads:
+            raise ValueError(
+                f"`dense_heads` needs a router for each of the {spec.num_kv_heads} KV heads of layer {layer}: "
+                'set `router_scope="kv_head"`'
+            )
+        if len(spec.dense_heads(config, num_layers)) == spec.num_kv_heads:
+            raise ValueError(f"`dense_heads` names every head of layer {layer}: put it in `dense_layers` instead")

@@ -19,6 +19,9 @@ from focus_attn.kernel_use import kernels
 from focus_attn.router_training import EPS, TrainedScores, goes_by_hand
 from focus_attn.router_weight import forget_weight
 
+# Added to the score of a dense head's first group: no hidden state outweighs it, and it is finite where logs are taken.
+OPENING = 1e4
+
 
 class Routing(NamedTuple):
     """What a router says of a batch of tokens. R routers, K groups."""
@@ -37,12 +40,18 @@ class Router(nn.Module):
     """
 
     def __init__(
-        self, config: FocusConfig, hidden_size: int, num_routers: int, device: torch.device | str | None = None
+        self,
+        config: FocusConfig,
+        hidden_size: int,
+        num_routers: int,
+        device: torch.device | str | None = None,
+        dense_heads: tuple[int, ...] = (),
     ) -> None:
         super().__init__()
         self.config = config
         self.hidden_size = hidden_size
         self.num_routers = num_routers
+        self.dense_heads = dense_heads  # routers that send every token to one group, whatever they have learned
         self.num_sides = 1 if config.shared_router else 2  # [shared] or [query, key]
         sides, width, groups = self.num_sides, config.router_dim, config.num_groups
         make = {"dtype": torch.float32, "device": device}
@@ -50,6 +59,12 @@ class Router(nn.Module):
         self.centroids = nn.Parameter(torch.empty(sides, num_routers, groups, width, **make))  # type: ignore[arg-type]
         self.bias: Tensor
         self.register_buffer("bias", torch.zeros(sides, num_routers, groups, **make))  # type: ignore[arg-type]
+        self.opening: Tensor | None
+        opening = torch.zeros(num_routers, groups, **make) if dense_heads else None  # type: ignore[arg-type]
+        self.register_buffer("opening", opening, persistent=False)
+        self.choosing: Tensor  # the routers that have something to choose
+        choosing = [index for index in range(num_routers) if index not in dense_heads]
+        self.register_buffer("choosing", torch.tensor(choosing, device=device), persistent=False)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -59,6 +74,13 @@ class Router(nn.Module):
             device = parameter.device if generator is None else generator.device
             parameter.copy_(torch.randn(parameter.shape, generator=generator, device=device) / math.sqrt(width))
         self.bias.zero_()
+        if self.opening is not None:
+            self.opening[list(self.dense_heads), 0] = OPENING
+
+    @property
+    def served_bias(self) -> Tensor:
+        """[sides, R, K]: what is added to the scores. Beside `bias`, which starts and balancing write as they like."""
+        return self.bias if self.opening is None else self.bias + self.opening
 
     def combined_weight(self) -> Tensor:
         """[sides, R, K, d]. Projection and centroids first, small as they are: one product with hidden states then
@@ -100,7 +122,7 @@ class Router(nn.Module):
 
     def _scores_and_ids(self, hidden: Tensor, weight: Tensor, token_mask: Tensor | None) -> tuple[Tensor, ...]:
         """For each side [B, R, T, K] fp32 scores, bias included; then ids, once where both sides have the same."""
-        flat = nn.functional.linear(normalise(hidden), weight.flatten(0, 2), self.bias.flatten())
+        flat = nn.functional.linear(normalise(hidden), weight.flatten(0, 2), self.served_bias.flatten())
         scores = flat.unflatten(-1, self.bias.shape).permute(2, 0, 3, 1, 4).contiguous()
         ranked, config = scores, self.config
         if config.routing == "paper_leaky":
@@ -118,7 +140,11 @@ class Router(nn.Module):
         logits = tempered(scores, self.config.temperature)
         if self.config.normalization == "softmax":
             return logits.log_softmax(-1)
-        return sinkhorn(logits, self.config.sinkhorn_iters, token_mask)
+        balanced = sinkhorn(logits, self.config.sinkhorn_iters, token_mask)
+        if self.opening is None:
+            return balanced
+        one_group = (self.opening - OPENING)[:, None]  # of a dense head: even groups would not be what is served
+        return torch.where(self.opening.any(-1)[:, None, None], one_group, balanced)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
         forget_weight(self)  # or what is kept would stay on a device that the router leaves

@@ -169,7 +169,7 @@ def launch(router: Router, hidden: Tensor, weight: Tensor, tile: Tile) -> Routin
     config, (batch, tokens, width) = router.config, hidden.shape
     sides, routers, groups, device = router.num_sides, router.num_routers, config.num_groups, hidden.device
     query_k, key_k = config.query_top_k, config.key_top_k
-    hidden, bias = brought_into_step(hidden.contiguous()), router.bias.contiguous()
+    hidden, bias = brought_into_step(hidden.contiguous()), router.served_bias.contiguous()
     query_scores = key_scores = torch.empty(batch, routers, tokens, groups, dtype=torch.float32, device=device)
     query_ids = key_ids = torch.empty(batch, routers, tokens, query_k, dtype=torch.int64, device=device)
     if sides == 2:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from focus_attn.attention.plan import count_pairs
+from focus_attn.router import Router
 from focus_attn.visibility import EVERYTHING, Pattern, Tokens, memberships
 
 
@@ -26,6 +27,7 @@ class _Tally:
     kept: float = 0.0  # sum over forwards of the kept share times the causal pairs
     causal: float = 0.0
     sizes: Tensor | None = None  # [R, K]
+    choosing: Tensor | None = None  # the routers whose largest group says something
 
 
 @dataclass
@@ -57,7 +59,7 @@ class Stats:
             dominance, sizes = None, None
             if tally.sizes is not None:
                 largest = tally.sizes.amax(-1) / tally.sizes.sum(-1).clamp_min(1)
-                dominance, sizes = largest.double().mean().item(), tally.sizes.tolist()
+                dominance, sizes = largest[tally.choosing].double().mean().item(), tally.sizes.tolist()
             layers.append(LayerStats(layer_idx, tally.kept / max(tally.causal, 1.0), dominance, sizes))
         return layers
 
@@ -75,9 +77,10 @@ class Stats:
             tally.kept += share * weight
             tally.causal += weight
 
-    def add_groups(self, layer_idx: int, new_key_groups: Tensor, real: Tensor, num_groups: int) -> None:
+    def add_groups(self, layer_idx: int, new_key_groups: Tensor, real: Tensor, router: Router) -> None:
         """Count the groups that new tokens belong to. new_key_groups [B, R, T, key_k], real [B, T]."""
-        tally = self._layers.setdefault(layer_idx, _Tally())
+        tally, num_groups = self._layers.setdefault(layer_idx, _Tally()), router.config.num_groups
+        tally.choosing = router.choosing.cpu()
         members = memberships(new_key_groups, num_groups) & real[:, None, :, None]
         sizes = members.sum((0, 2)).cpu()
         tally.sizes = sizes if tally.sizes is None else tally.sizes + sizes

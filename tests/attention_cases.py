@@ -98,6 +98,8 @@ def random_case(seed: int, gates: bool = False, largest: int = 150) -> Case:
     query_groups = ids(batch, routers, queries, query_k)
     if query_k == key_k and queries == keys and pick.random() < 0.5:
         query_groups = key_groups
+    if routers > 1 and pick.random() < 0.3:  # a dense head beside routed ones
+        key_groups[:, -1] = query_groups[:, -1] = 0
     heads = kv_heads * per_kv
     options: dict[str, Any] = {
         "num_groups": groups,

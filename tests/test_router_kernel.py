@@ -134,6 +134,17 @@ def test_every_tile_gives_the_same(tile: tuple[int, ...]) -> None:
 
 
 @torch.no_grad()
+def test_a_dense_head_has_one_group(launches: list[Tensor]) -> None:
+    router, hidden = Router(FocusConfig(), WIDTH, 3, DEVICE, dense_heads=(1,)).eval(), make_hidden(2, 37, WIDTH)
+    router.bias.normal_(std=0.3)
+    got = router(hidden)
+    assert_same(got, by_operators(router, hidden))
+    assert len(launches) == 1
+    for ids in got[:2]:
+        assert ids[:, 1].eq(0).all() and ids[:, [0, 2]].unique().numel() > 1
+
+
+@torch.no_grad()
 def test_hidden_states_may_be_a_view() -> None:
     router = make_router(2)
     whole = make_hidden(WIDTH, 2, 40)

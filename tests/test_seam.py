@@ -305,7 +305,7 @@ def test_an_impossible_adapter_name_leaves_the_base_model_as_it_was(name):
 def test_a_failure_while_attaching_leaves_the_base_model_as_it_was(monkeypatch):
     model, ids = tiny_model(), tokens()
     before = logits(model, ids)
-    monkeypatch.setattr("focus_attn.model.Router.reset_parameters", lambda self: 1 / 0)
+    monkeypatch.setattr("focus_attn.router.Router.reset_parameters", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         get_focus_model(model, SPARSE)
     assert torch.equal(logits(model, ids), before)

@@ -178,6 +178,7 @@ class Workshop:
 LATER: dict[type, tuple[str, ...]] = {
     Start: ("first", "repeats", "output_steps", "output_learning_rate"),
     Stage: ("repeats", "strange", "stop_gradient", "centroid_rate", "recluster_every", "average"),
+    FocusConfig: ("dense_heads",),
 }
 
 
@@ -187,9 +188,11 @@ def identity_of(recipe: Recipe) -> dict[str, Any]:
     parts: list[tuple[type, dict[str, Any]]] = [(Stage, stage) for stage in values["stages"]]
     if values["start"] is not None:
         parts.append((Start, values["start"]))
+    if values["focus"] is not None:
+        parts.append((FocusConfig, values["focus"]))
     for kind, part in parts:
         for name in LATER[kind]:
-            if part[name] == getattr(kind, name):
+            if plain(part[name]) == plain(getattr(kind, name)):
                 del part[name]
     return values
 

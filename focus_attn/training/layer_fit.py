@@ -66,7 +66,7 @@ class LayersTrainer:
             torch.stack([getattr(router, name).detach() for router in routers]).requires_grad_()
             for name in ("projection", "centroids")
         )
-        self.bias = torch.stack([router.bias for router in routers])
+        self.bias = torch.stack([router.served_bias for router in routers])
         self.optimizer = torch.optim.Adam([self.projection, self.centroids], lr=learning_rate, betas=(0.9, 0.99))
 
     def run(self, far_budgets: list[float]) -> list[LayerFit]:
@@ -124,7 +124,12 @@ class LayersTrainer:
             largest = key.mean(-1).amax(1) / self.config.key_top_k
             pairs = far_pairs_kept(attention, query, key)
             measured.append(torch.stack([kept, attention.near.mean((1, 2)), pairs, largest]))
-        by_layer = torch.stack(measured).mean(0).unflatten(1, (len(self.layers), -1)).mean(-1).T.tolist()
+        by_router = torch.stack(measured).mean(0).unflatten(1, (len(self.layers), -1))  # [4, L, R]
+        means = by_router.mean(-1)
+        for index, layer in enumerate(self.layers):
+            if layer.router.dense_heads:  # they have no groups that could be large
+                means[-1, index] = by_router[-1, index, layer.router.choosing].mean()
+        by_layer = means.T.tolist()
         return [LayerFit(layer.layer_idx, *values) for layer, values in zip(self.layers, by_layer, strict=True)]
 
     def _sides(self, normalised: Tensor) -> list[tuple[int, Tensor]]:

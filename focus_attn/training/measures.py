@@ -53,12 +53,15 @@ def collapsed_routers(model: FocusModel, loads: Tensor) -> list[str]:
 
 
 def probe_groups(model: FocusModel, probe: Tensor) -> dict[int, Tensor]:
-    """The key groups of every routed layer on a fixed probe of tokens [B, T]: what `stability` compares."""
+    """The key groups of every routed layer on a fixed probe of tokens [B, T], without dense heads: what `stability`
+    compares."""
     was_training = model.training
     model.eval()
     routings = observe_routing(model, probe)
     model.train(was_training)
-    return {layer_idx: routing.key_groups for layer_idx, routing in routings.items()}
+    choosing = {layer_idx: router.choosing for layer_idx, router in routed_layers(model) if router.dense_heads}
+    groups = {layer_idx: routing.key_groups for layer_idx, routing in routings.items()}
+    return {at: ids[:, choosing[at].to(ids.device)] if at in choosing else ids for at, ids in groups.items()}
 
 
 def stability(before: dict[int, Tensor], after: dict[int, Tensor]) -> float:

@@ -118,7 +118,7 @@ def fit_output(
     projection, centroids = (
         getattr(router, name).detach()[None].clone().requires_grad_() for name in ("projection", "centroids")
     )
-    bias = router.bias[None]
+    bias = router.served_bias[None]
     optimizer = torch.optim.Adam([projection, centroids], lr=learning_rate, betas=(0.9, 0.99))
 
     def visible(lesson: Lesson) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,7 +130,8 @@ def fit_output(
         if min(config.query_top_k, config.key_top_k) > 1:
             shared = shared.clamp_max(1.0)
         far = shared * lesson.far
-        return lesson.near + far, far.sum() / (lesson.far.sum() * len(far)).clamp_min(1), key
+        free = far if router.opening is None else far[router.choosing]  # whom the budget is for
+        return lesson.near + far, free.sum() / (lesson.far.sum() * len(free)).clamp_min(1), key
 
     with torch.enable_grad():
         for step in range(steps):

@@ -27,14 +27,14 @@ LOGGED_TOKENS = 2048  # of a row
 
 
 class RoutingTerms(NamedTuple):
-    """Means over layers; a layer that is left alone counts in the pairs only."""
+    """Means over layers; a layer or a head that is left alone counts in the pairs only."""
 
     pairs_kept: Tensor  # share of the causal pairs, hard in value, with the gradient of the soft assignments
     overfull: Tensor  # how far key groups stand above the cap, relative to it
     imbalance: Tensor  # KL from Sinkhorn's balance over the batch, both sides; of every n-th token if only for the log
     expected_pairs: Tensor  # what the soft assignments would keep; no gradient
     confidence: Tensor  # mean of the surest assignment, both sides; no gradient
-    loads: Tensor  # [routed layers, R, K] int64, fewer than R routers filled up with zeros
+    loads: Tensor  # [routed layers, R, K] int64, zeros for a dense head and where there are fewer than R routers
 
 
 def routing_terms(
@@ -54,7 +54,7 @@ def routing_terms(
     for (sliding, routers), some in alike.items():
         indices = [layer.spec.layer_idx for layer in some]
         these, config = [routings[i] for i in indices], model.focus_config
-        terms, loads = _terms(these, packing, sliding, config, largest_group, balanced)
+        terms, loads = _terms(these, packing, sliding, config, largest_group, balanced, _choosing(some))
         parts.append((len(some), terms))
         filled = torch.nn.functional.pad(loads.unflatten(0, (-1, routers)), (0, 0, 0, most - routers))
         members.update(zip(indices, filled, strict=True))
@@ -76,8 +76,10 @@ def _terms(
     config: FocusConfig,
     largest_group: float,
     balanced: bool,
+    choosing: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Pairs kept, pairs expected, overfull, imbalance, confidence, [5]; the members of each key group, [layers * R, K].
+    choosing: which of these routers are no dense heads, None if all. Only the pairs know the others.
     Both sides of all layers, [B, 2 * layers * R, T, K], go through one set of operations. In memory the tokens of a
     group lie side by side, as sums over tokens want them."""
     query_groups, key_groups, query_scores, key_scores = zip(*routings, strict=True)
@@ -88,19 +90,32 @@ def _terms(
     hard_key = straight_through(torch.cat(key_groups, 1), key)
     members = group_members(hard_key, packing.real)
     count = PairCount(packing, Pattern(config.num_groups, config.window, config.num_sinks, sliding))
+    pairs = [count.share(hard_query, hard_key), count.share(query.detach(), key.detach())]
+    scores, free, loads = scores.transpose(-1, -2), members, members.detach()
+    if choosing is not None:
+        both = torch.cat([choosing, choosing + len(members)])
+        query, key, scores, free = query[:, choosing], key[:, choosing], scores[:, both], members[choosing]
+        loads = torch.zeros_like(loads).index_copy(0, choosing, free.detach())
     surest = (query.detach().amax(-1) + key.detach().amax(-1)) / 2 * packing.real[:, None]  # [B, R, T]
-    scores, real = scores.transpose(-1, -2), packing.real
+    real = packing.real
     if not balanced:  # a figure for the log: a part of the tokens says it as well
         every = max(1, scores.shape[2] // LOGGED_TOKENS)
         scores, real = scores.detach()[:, :, ::every], real[:, ::every]
     terms = [
-        count.share(hard_query, hard_key),
-        count.share(query.detach(), key.detach()),
-        overfull(members, largest_group),
+        *pairs,
+        overfull(free, largest_group),
         sinkhorn_divergence(scores, real, config.temperature, config.sinkhorn_iters, packing.may_be_padded),
         surest.sum() / (packing.real.sum().clamp_min(1) * surest.shape[1]),
     ]
-    return torch.stack(terms), members.detach()
+    return torch.stack(terms), loads
+
+
+def _choosing(layers: list[FocusLayer]) -> Tensor | None:
+    """Among the routers of all these layers, side by side, those that are no dense heads; None if all are."""
+    routers = [layer.router for layer in layers if layer.router is not None]
+    if not any(router.dense_heads for router in routers):
+        return None
+    return torch.cat([router.choosing + index * router.num_routers for index, router in enumerate(routers)])
 
 
 def _left_alone(layer: FocusLayer, packing: Packing) -> Tensor:

@@ -131,8 +131,10 @@ def training_step(
         measures["over_budget"] = over_budget(terms.pairs_kept, options.budget)
         loss = loss + options.budget_weight * measures["over_budget"]
     watch.watch_backward(model, loss)
-    largest = loads.amax(-1) / loads.sum(-1).clamp_min(1)
-    measures.update(loss=loss, dominance=largest.mean(), worst_dominance=largest.amax())
+    members = loads.sum(-1)
+    largest = loads.amax(-1) / members.clamp_min(1)
+    chose = (members > 0).sum().clamp_min(1)  # dense heads have no load
+    measures.update(loss=loss, dominance=largest.sum() / chose, worst_dominance=largest.amax())
     return StepResult(loss, {name: value.detach() for name, value in measures.items()}, loads)
 
 
