@@ -239,6 +239,19 @@ def test_a_stage_may_end_with_the_mean_of_its_last_routers(plain, tmp_path):
     assert_same(routers(run(tmp_path / "b", averaged)), routers(result))
 
 
+def test_a_stage_goes_on_from_the_mean_of_the_one_before(tmp_path):
+    still = stage(steps=8, average=0.5, learning_rate=1e-12, bias_rate=0.0)  # so that it ends where it began
+    watch, two = EachStep(), recipe(stage(average=0.5), still)
+    result = run(tmp_path / "a", two, callbacks=[watch])
+    means = [torch.stack(steps).mean(0) for steps in zip(*watch.seen[3:6], strict=True)]
+    now = [tensor for layer in result.model.focus_layers() for tensor in layer.state_dict().values()]
+    assert all(torch.allclose(mean, tensor, atol=1e-6) for mean, tensor in zip(means, now, strict=True))
+
+    stop = AtStep(7, lambda: signal.raise_signal(signal.SIGINT))  # of the second stage: the first has six
+    assert run(tmp_path / "b", two, callbacks=[stop]).steps == 13
+    assert_same(routers(run(tmp_path / "b", two)), routers(result))
+
+
 def test_the_first_phase_leaves_the_base_alone(tmp_path):
     run(tmp_path, dataclasses.replace(TWO_STAGES, save_every=4))
     first = checkpoints(tmp_path)[0]
