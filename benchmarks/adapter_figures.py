@@ -64,7 +64,7 @@ def largest_groups(model: FocusModel, held_out: torch.Tensor) -> dict[str, float
     routings, config = observe_routing(model, held_out), model.focus_config
     largest = torch.cat(
         [
-            group_shares(routings[layer].key_groups, config.num_groups).amax(-1)[router.choosing]
+            group_shares(routings[layer].key_groups, config.num_groups).amax(-1)[router.choosing.cpu()]
             for layer, router in routed_layers(model)
         ]
     )

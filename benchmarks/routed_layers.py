@@ -29,6 +29,7 @@ from focus_attn.evaluation import perplexity_ratio, token_blocks
 from focus_attn.evaluation.models import adapter_digest
 from focus_attn.evaluation.perplexity import token_losses
 from focus_attn.text import read_text
+from focus_attn.training.balance import routed_layers
 
 
 @torch.no_grad()
@@ -42,10 +43,11 @@ def measure(model: FocusModel, block: torch.Tensor, focus: bool) -> dict[str, An
         with model.record_stats() as stats:
             losses = token_losses(model.base_model, ids, window)
         routed = [layer for layer in stats.per_layer if layer.group_sizes is not None]
+        choosing = {index: router.choosing.tolist() for index, router in routed_layers(model)}
         kept = {
             "pairs_kept": stats.pairs_kept,
             "routed": {layer.layer_idx: layer.pairs_kept for layer in routed},
-            "group_sizes": [sizes for layer in routed for sizes in layer.group_sizes or []],
+            "group_sizes": [(layer.group_sizes or [])[i] for layer in routed for i in choosing[layer.layer_idx]],
         }
     else:
         with model.observe_attention(lambda inputs: None):  # the base model's function, in Focus's own seam

@@ -174,7 +174,7 @@ def _check_int(name: str, value: Any, lowest: int) -> None:
 
 
 def _read_heads(value: Any) -> tuple[tuple[int, int], ...]:
-    usage = "`dense_heads` must be pairs of a layer and one of its KV heads such as (18, 2)"
+    usage = "`dense_heads` must be pairs of a layer and one of its KV heads such as ((18, 2),)"
     pairs = value if isinstance(value, (tuple, list)) else (value,)
     for pair in pairs:
         integers = isinstance(pair, (tuple, list)) and len(pair) == 2 and all(type(i) is int for i in pair)

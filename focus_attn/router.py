@@ -60,11 +60,13 @@ class Router(nn.Module):
         self.bias: Tensor
         self.register_buffer("bias", torch.zeros(sides, num_routers, groups, **make))  # type: ignore[arg-type]
         self.opening: Tensor | None
-        opening = torch.zeros(num_routers, groups, **make) if dense_heads else None  # type: ignore[arg-type]
-        self.register_buffer("opening", opening, persistent=False)
+        if dense_heads:
+            self.register_buffer("opening", torch.empty(num_routers, groups, **make), persistent=False)  # type: ignore[arg-type]
+        else:
+            self.opening = None  # no empty buffer: accelerate's offloading stumbles over those
         self.choosing: Tensor  # the routers that have something to choose
-        choosing = [index for index in range(num_routers) if index not in dense_heads]
-        self.register_buffer("choosing", torch.tensor(choosing, device=device), persistent=False)
+        choosing = torch.empty(num_routers - len(dense_heads), dtype=torch.long, device=device)
+        self.register_buffer("choosing", choosing, persistent=False)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -75,7 +77,9 @@ class Router(nn.Module):
             parameter.copy_(torch.randn(parameter.shape, generator=generator, device=device) / math.sqrt(width))
         self.bias.zero_()
         if self.opening is not None:
+            self.opening.zero_()
             self.opening[list(self.dense_heads), 0] = OPENING
+        self.choosing.copy_(torch.tensor([i for i in range(self.num_routers) if i not in self.dense_heads]))
 
     @property
     def served_bias(self) -> Tensor:

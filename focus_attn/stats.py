@@ -20,6 +20,7 @@ class LayerStats(NamedTuple):
     pairs_kept: float  # visible pairs over causal pairs
     dominance: float | None  # share of the largest key group, 1 / K when perfectly even
     group_sizes: list[list[int]] | None  # [R][K], tokens that belong to each group
+    largest_groups: list[float] | None = None  # share of the largest key group of each router but dense heads
 
 
 @dataclass
@@ -27,7 +28,7 @@ class _Tally:
     kept: float = 0.0  # sum over forwards of the kept share times the causal pairs
     causal: float = 0.0
     sizes: Tensor | None = None  # [R, K]
-    choosing: Tensor | None = None  # the routers whose largest group says something
+    choosing: Tensor | None = None  # the routers that are no dense heads
 
 
 @dataclass
@@ -56,11 +57,12 @@ class Stats:
     def per_layer(self) -> list[LayerStats]:
         layers = []
         for layer_idx, tally in sorted(self._layers.items()):
-            dominance, sizes = None, None
-            if tally.sizes is not None:
-                largest = tally.sizes.amax(-1) / tally.sizes.sum(-1).clamp_min(1)
-                dominance, sizes = largest[tally.choosing].double().mean().item(), tally.sizes.tolist()
-            layers.append(LayerStats(layer_idx, tally.kept / max(tally.causal, 1.0), dominance, sizes))
+            kept = tally.kept / max(tally.causal, 1.0)
+            if tally.sizes is None:
+                layers.append(LayerStats(layer_idx, kept, None, None))
+                continue
+            largest = (tally.sizes.amax(-1) / tally.sizes.sum(-1).clamp_min(1)).double()[tally.choosing]
+            layers.append(LayerStats(layer_idx, kept, largest.mean().item(), tally.sizes.tolist(), largest.tolist()))
         return layers
 
     def add(self, layer_idx: int, query_groups: Tensor, key_groups: Tensor, tokens: Tokens, pattern: Pattern) -> None:

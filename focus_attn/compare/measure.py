@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from focus_attn.baselines.budget import attention_shape
@@ -17,7 +16,6 @@ from focus_attn.hf import Seam
 from focus_attn.layer import LayerSpec
 from focus_attn.model import FocusModel
 from focus_attn.progress import Count
-from focus_attn.stats import Stats
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ def measure(
         focus_ledger(model, stats, blocks.shape[1]),
         model,
         dominance=stats.dominance,
-        worst_dominance=max(_largest_shares(stats)),
+        worst_dominance=max(share for layer in stats.per_layer for share in layer.largest_groups or []),
         leaking=model.focus_config.leaks_future(),
     )
 
@@ -80,11 +78,6 @@ def _full_layers_share(ledger: Ledger, model: nn.Module, length: int) -> float:
 
 def _specs(model: nn.Module) -> list[LayerSpec]:
     return [layer.spec for layer in model.focus_layers()] if isinstance(model, FocusModel) else Seam(model).specs
-
-
-def _largest_shares(stats: Stats) -> list[float]:
-    sizes = [torch.tensor(layer.group_sizes) for layer in stats.per_layer if layer.group_sizes is not None]
-    return [share for one in sizes for share in (one.amax(-1) / one.sum(-1).clamp_min(1)).tolist()]
 
 
 def _figures(answer: Perplexity, ledger: Ledger, model: nn.Module, **more: Any) -> Figures:

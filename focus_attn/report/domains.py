@@ -11,7 +11,7 @@ from focus_attn.report.sample import RoutingSample
 
 
 def compare_domains(first: RoutingSample, second: RoutingSample) -> list[dict[str, Any]]:
-    """For every layer, mean over its routers, for both sides:
+    """For every layer, mean over its routers but dense heads, for both sides:
 
     agreement_within: the first half of the first text says in which group each kind of token mostly is; the share of
         the tokens of its second half that are there, of the kinds that the first half has
@@ -29,7 +29,8 @@ def compare_domains(first: RoutingSample, second: RoutingSample) -> list[dict[st
         entry: dict[str, Any] = {"layer_idx": layer_idx}
         for side in ("query", "key"):
             rows = []
-            for one, two in zip(getattr(layer, side), getattr(second.layers[layer_idx], side), strict=True):
+            both = zip(getattr(layer, side), getattr(second.layers[layer_idx], side), strict=True)
+            for one, two in (ids for router, ids in enumerate(both) if router not in layer.dense_heads):
                 home = _usual_group(tokens[0][: cuts[0]], one[: cuts[0], 0], len(kinds), first.num_groups)
                 within, _ = _agreement(home, tokens[0][cuts[0] :], one[cuts[0] :, 0])
                 across, chance = _agreement(home, tokens[1][cuts[1] :], two[cuts[1] :, 0])

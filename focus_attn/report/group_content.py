@@ -24,7 +24,7 @@ def describe_groups(sample: RoutingSample, classes: Sequence[str] | None, count:
     for layer_idx, layer in sample.layers.items():
         routers = []
         for router in range(len(layer.key)):
-            sides = {}
+            sides: dict[str, Any] = {"dense": router in layer.dense_heads}
             for side, ids in (("query", layer.query[router]), ("key", layer.key[router])):
                 members = memberships(ids, sample.num_groups)
                 groups = [

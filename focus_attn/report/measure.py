@@ -110,8 +110,8 @@ def short_layers(text: dict[str, Any], gain_name: str) -> list[int]:
 
 
 def mean_purity(groups: list[dict[str, Any]]) -> dict[str, dict[str, float]] | None:
-    """Purity and information of both sides, mean over all routers; None without word classes."""
-    routers = [router for layer in groups for router in layer["routers"]]
+    """Purity and information of both sides, mean over all routers but dense heads; None without word classes."""
+    routers = [router for layer in groups for router in layer["routers"] if not router["dense"]]
     if not all("classes" in router["key"] for router in routers):
         return None
     names = ("purity", "purity_random", "information")

@@ -83,10 +83,11 @@ function describeHead(index, head) {
 // Groups
 
 function drawGroups() {
-  const { query, key } = text().groups[state.layer].routers[state.router],
+  const { query, key, dense } = text().groups[state.layer].routers[state.router],
     one = router();
   at("groups-title").textContent = `Groups of layer ${layer().layer_idx}, router ${state.router}`;
   at("groups-line").textContent =
+    (dense ? "A dense head: every token is in its first group. " : "") +
     `${percent(one.pairs_kept)} of all pairs and ${percent(one.distant_pairs_kept)} of the distant ones kept; confidence ` +
     `${one.key_confidence.toFixed(2)} as keys, ${one.query_confidence.toFixed(2)} as queries. Listed are the tokens that a group has most more of than the text has.`;
   const bar = share =>
@@ -248,17 +249,20 @@ const COLUMNS = {
 };
 
 function drawNumbers() {
-  const over = (one, field) => mean(one.routers.map(each => each[field]));
-  const row = one => [
-    one.layer_idx,
-    ...Object.keys(COLUMNS).map(name => percent(one.mass[name])),
-    percent(over(one, "pairs_kept")),
-    percent(over(one, "distant_pairs_kept")),
-    over(one, "key_confidence").toFixed(2),
-    over(one, "query_confidence").toFixed(2),
-    percent(Math.max(...one.routers.flatMap(each => each.key_shares)), 0),
-    percent(Math.max(...one.routers.flatMap(each => each.query_shares)), 0),
-  ];
+  const over = (routers, field) => mean(routers.map(each => each[field]));
+  const row = (one, index) => {
+    const choosing = one.routers.filter((_, router) => !text().groups[index].routers[router].dense);
+    return [
+      one.layer_idx,
+      ...Object.keys(COLUMNS).map(name => percent(one.mass[name])),
+      percent(over(one.routers, "pairs_kept")),
+      percent(over(one.routers, "distant_pairs_kept")),
+      over(choosing, "key_confidence").toFixed(2),
+      over(choosing, "query_confidence").toFixed(2),
+      percent(Math.max(...choosing.flatMap(each => each.key_shares)), 0),
+      percent(Math.max(...choosing.flatMap(each => each.query_shares)), 0),
+    ];
+  };
   const sizes = ["pairs kept", "distant pairs kept", "confidence, keys", "confidence, queries"];
   const heads = ["layer", ...Object.values(COLUMNS), ...sizes, "largest key group", "largest query group"];
   fillTable(at("layers"), heads, text().layers.map(row));

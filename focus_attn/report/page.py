@@ -52,10 +52,13 @@ def headline(report: dict[str, Any]) -> str:
 
 def describe_setting(report: dict[str, Any]) -> str:
     config = report["config"]
+    dense = [f"layer {layer}" for layer in config["dense_layers"]]
+    dense += [f"head {head} of layer {layer}" for layer, head in config.get("dense_heads", [])]
+    also = f"dense: {', '.join(dense)}; " if dense else ""
     return (
         f"K = {config['num_groups']} groups, top {config['query_top_k']} as query, top {config['key_top_k']} as key, "
-        f"window {config['window']}, {config['num_sinks']} sinks; {report['router_parameters']:,} parameters in the "
-        f"routers, {report['parameters']:,} frozen in {report['dtype']}."
+        f"window {config['window']}, {config['num_sinks']} sinks; {also}{report['router_parameters']:,} parameters in "
+        f"the routers, {report['parameters']:,} frozen in {report['dtype']}."
     )
 
 

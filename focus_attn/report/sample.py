@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from focus_attn.evaluation.groups import observe_routing
+from focus_attn.training.balance import routed_layers
 
 if TYPE_CHECKING:
     from focus_attn.model import FocusModel
@@ -27,6 +28,7 @@ class SampledLayer:
 
     query: np.ndarray  # [R, N, query_k]
     key: np.ndarray  # [R, N, key_k]
+    dense_heads: tuple[int, ...] = ()  # routers whose groups say nothing
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,10 @@ class RoutingSample:
             "num_groups": self.num_groups,
             "pieces": self.pieces,
             "layers": {
-                str(layer_idx): {side: _pack(getattr(layer, side)) for side in ("query", "key")}
+                str(layer_idx): {
+                    **{side: _pack(getattr(layer, side)) for side in ("query", "key")},
+                    "dense_heads": list(layer.dense_heads),
+                }
                 for layer_idx, layer in self.layers.items()
             },
         }
@@ -51,8 +56,8 @@ class RoutingSample:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> RoutingSample:
         layers = {
-            int(layer_idx): SampledLayer(_unpack(layer["query"]), _unpack(layer["key"]))
-            for layer_idx, layer in values["layers"].items()
+            int(index): SampledLayer(_unpack(one["query"]), _unpack(one["key"]), tuple(one.get("dense_heads", ())))
+            for index, one in values["layers"].items()
         }
         return cls(values["length"], values["num_groups"], values["pieces"], layers)
 
@@ -60,8 +65,11 @@ class RoutingSample:
 def take_sample(model: FocusModel, tokenizer: PreTrainedTokenizerBase, blocks: Tensor) -> RoutingSample:
     """What the model as it is served decides on blocks [n, T]."""
     num_groups = model.focus_config.num_groups
+    dense = {layer_idx: router.dense_heads for layer_idx, router in routed_layers(model)}
     layers = {
-        layer_idx: SampledLayer(*(_joined(side, num_groups) for side in routing[:2]))
+        layer_idx: SampledLayer(
+            _joined(routing.query_groups, num_groups), _joined(routing.key_groups, num_groups), dense[layer_idx]
+        )
         for layer_idx, routing in sorted(observe_routing(model, blocks).items())
     }
     return RoutingSample(blocks.shape[1], num_groups, token_pieces(tokenizer, blocks.flatten().tolist()), layers)

@@ -90,7 +90,8 @@ def fit_coverage(
     Args:
         token_blocks: [N, T] ids, no padding, T well above the window.
         budget: the share of all causal pairs to keep at length T, window and sinks included, mean over the routed
-            layers. It is aimed at, not enforced: measure what is kept (`record_stats`).
+            layers and in them over the heads that are not dense. It is aimed at, not enforced: measure what is kept
+            (`record_stats`).
         queries: how many query positions of each block teach.
         start: where the routers start: "random", "pca_kmeans", "spectral" or "heads", as in `start_routers`; None:
             where they are.

@@ -81,10 +81,17 @@ def cost(lesson: Lesson, visible: Tensor, factor: Tensor) -> Tensor:
 
 
 def cost_of_nearness(layer: ObservedLayer, factor: Tensor) -> float:
-    """What it costs to see the window and the sinks alone: what there is to win."""
-    config = layer.router.config
-    lessons = (make_lesson(one, config.window, config.num_sinks) for one in layer.seen)
-    return sum(cost(lesson, lesson.near[None], factor).item() for lesson in lessons) / len(layer.seen)
+    """What it costs to see the window and the sinks alone: what there is to win. Dense heads see all as ever."""
+    config, dense = layer.router.config, list(layer.router.dense_heads)
+    total = 0.0
+    for one in layer.seen:
+        lesson = make_lesson(one, config.window, config.num_sinks)
+        visible = lesson.near[None]
+        if dense:
+            visible = visible.repeat(layer.router.num_routers, 1, 1)
+            visible[dense] = lesson.near | lesson.far
+        total += cost(lesson, visible, factor).item()
+    return total / len(layer.seen)
 
 
 def assignments(scores: Tensor, k: int) -> Tensor:

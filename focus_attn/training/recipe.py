@@ -62,7 +62,9 @@ class Start:
     repeats: float = number(0.0, "share of the tokens that repeat a passage from beyond the window", 0, 0.5)
     steps: int = integer(240, "of Adam, for each layer (coverage)", 1)
     learning_rate: float = number(2e-3, "of the fit (coverage)")
-    budget: float | None = number(None, "share of the causal pairs to keep at `length` (coverage)", 0, 1)
+    budget: float | None = number(
+        None, "share of the causal pairs to keep at `length`, of layers and heads that are not dense (coverage)", 0, 1
+    )
     largest_group: float | None = number(
         None, "share of the keys that one group should hold at most (coverage); none: 1.6 / `num_groups`", 0, 1
     )

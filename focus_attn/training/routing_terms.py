@@ -90,6 +90,11 @@ def _terms(
     hard_key = straight_through(torch.cat(key_groups, 1), key)
     members = group_members(hard_key, packing.real)
     count = PairCount(packing, Pattern(config.num_groups, config.window, config.num_sinks, sliding))
+    if choosing is not None and min(config.query_top_k, config.key_top_k) > 1:
+        # Or a dense head's pairs would count once more for every group they share beside the one that all share.
+        first = torch.zeros_like(members.detach())
+        first[:, 0] = 1
+        hard_key = hard_key * first.index_fill(0, choosing, 1.0)[:, None]
     pairs = [count.share(hard_query, hard_key), count.share(query.detach(), key.detach())]
     scores, free, loads = scores.transpose(-1, -2), members, members.detach()
     if choosing is not None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from focus_attn.baselines import window_and_sinks
 from focus_attn.layer import FocusLayer
 from focus_attn.progress import Progress
+from focus_attn.router import Routing
 from focus_attn.training.observe import check_blocks
 from focus_attn.training.token_losses import Head, distillation_loss
 
@@ -28,7 +29,8 @@ LEAST, MOST = 0.4, 2.0  # of the mean, for any layer: below it has no groups to 
 @torch.no_grad()
 def layer_sensitivity(model: FocusModel, token_blocks: Tensor, progress: Progress | None = None) -> Tensor:
     """What each routed layer's far attention is worth, [routed layers]: KL from the predictions of full attention to
-    those with that layer alone cut down to its window and its sinks. One forward a layer and block."""
+    those with that layer alone, but for dense heads, cut down to its window and its sinks. One forward a layer and
+    block."""
     config = model.focus_config
     check_blocks(token_blocks, config)
     routed = sorted((layer for layer in model.focus_layers() if layer.router), key=lambda layer: layer.spec.layer_idx)
@@ -36,7 +38,15 @@ def layer_sensitivity(model: FocusModel, token_blocks: Tensor, progress: Progres
     decoder = model.base_model.get_decoder()  # type: ignore[operator]
     total = len(token_blocks) * len(routed)
     worth = torch.zeros(len(routed), device=device)
-    with _eval(model), model.override_routing(window_and_sinks):
+    dense = {layer.spec.layer_idx: list(layer.router.dense_heads) for layer in routed if layer.router}
+
+    def cut_down(layer_idx: int, routing: Routing) -> Routing:
+        cut = window_and_sinks(layer_idx, routing)
+        for now, before in ((cut.query_groups, routing.query_groups), (cut.key_groups, routing.key_groups)):
+            now[:, dense[layer_idx]] = before[:, dense[layer_idx]]
+        return cut
+
+    with _eval(model), model.override_routing(cut_down):
         for number, block in enumerate(token_blocks.to(device)):
             places = torch.linspace(config.window, len(block) - 1, PREDICTIONS, device=device).long().unique()
             with _left_alone(routed):
