@@ -19,17 +19,23 @@ from typing import Any
 import torch
 
 from focus_attn import FocusModel, load_default_model
+from focus_attn.bench.options import read_device
 from focus_attn.bench.record import write_json
 from focus_attn.compare.data import read_tokens
-from focus_attn.evaluation import Perplexity, block_perplexity, group_shares, observe_routing, perplexity_ratio
+from focus_attn.evaluation import Perplexity, block_perplexity, group_shares, perplexity_ratio
 from focus_attn.evaluation.perplexity import first_token
-from focus_attn.training import Recipe, train
-from focus_attn.training.balance import routed_layers
+from focus_attn.training import Recipe, probe_groups, train
 from focus_attn.training.blocks import cut_blocks
 from focus_attn.training.checkpoint import base_parameters
 from focus_attn.training.data import open_tokens, read_documents
 from focus_attn.training.recipe import Data
 from focus_attn.zoo import cast_parameters, find_adapter
+
+
+def load_default_on(asked: str | None) -> tuple[Any, Any]:
+    """The embedded default and its tokenizer on a device, in the dtype that this one is quick in."""
+    device = read_device(asked)
+    return load_default_model(dtype=torch.bfloat16 if device.type == "cuda" else torch.float32, device=device)
 
 
 def documents(path: Path, tokenizer: Any) -> list[torch.Tensor]:
@@ -61,14 +67,8 @@ def compared(focus: Perplexity, base: Perplexity) -> dict[str, Any]:
 
 def largest_groups(model: FocusModel, held_out: torch.Tensor) -> dict[str, float]:
     """Share of the keys in a router's largest group, over the layers and key/value heads that are not dense."""
-    routings, config = observe_routing(model, held_out), model.focus_config
-    largest = torch.cat(
-        [
-            group_shares(routings[layer].key_groups, config.num_groups).amax(-1)[router.choosing.cpu()]
-            for layer, router in routed_layers(model)
-        ]
-    )
-    largest = largest / config.key_top_k
+    config, groups = model.focus_config, probe_groups(model, held_out).values()
+    largest = torch.cat([group_shares(ids, config.num_groups).amax(-1) for ids in groups]) / config.key_top_k
     return {"mean": largest.mean().item(), "worst": largest.max().item(), "tokens": held_out.numel()}
 
 

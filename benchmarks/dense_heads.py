@@ -15,11 +15,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-from adapter_figures import blocks, compared, documents
+from adapter_figures import blocks, compared, documents, load_default_on
 
-from focus_attn import FocusConfig, get_focus_model, load_default_model
-from focus_attn.bench.options import read_device
+from focus_attn import FocusConfig, get_focus_model
 from focus_attn.bench.record import write_json
 from focus_attn.evaluation.perplexity import block_perplexity
 from focus_attn.training import fit_coverage
@@ -52,9 +50,7 @@ def main() -> None:
     parser.add_argument("--device")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
-    device = read_device(options.device)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model, tokenizer = load_default_model(dtype=dtype, device=device)
+    model, tokenizer = load_default_on(options.device)
     lessons = blocks(documents(options.train, tokenizer), options.length, options.blocks)
     held_out = blocks(documents(options.test, tokenizer), options.length, options.test_blocks)
     base = block_perplexity(model, held_out)

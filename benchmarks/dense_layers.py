@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from adapter_figures import blocks, documents
+from adapter_figures import blocks, documents, load_default_on
 
-from focus_attn import FocusModel, load_default_model
-from focus_attn.bench.options import read_device
+from focus_attn import FocusModel
 from focus_attn.bench.record import write_json
 from focus_attn.evaluation.perplexity import block_perplexity
 from focus_attn.router import Routing
@@ -84,10 +83,7 @@ def main() -> None:
     parser.add_argument("--device")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
-    device = read_device(options.device)
-    model, tokenizer = load_default_model(
-        dtype=torch.bfloat16 if device.type == "cuda" else torch.float32, device=device
-    )
+    model, tokenizer = load_default_on(options.device)
     model = FocusModel.from_pretrained(model, find_adapter(options.adapter))
     ids = blocks(documents(options.text, tokenizer), options.length, options.blocks)
     asked = {"adapter": Path(options.adapter).name, "length": options.length, "blocks": len(ids)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -48,6 +48,38 @@ class LayerSpec:
     def new_router(self, config: FocusConfig, num_layers: int, device: torch.device | str | None = None) -> Router:
         routers = config.num_routers(self.num_kv_heads)
         return Router(config, self.hidden_size, routers, device, self.dense_heads(config, num_layers))
+
+
+def check_layers(config: FocusConfig, specs: Sequence[LayerSpec], num_layers: int) -> None:
+    """Whether these layers have what `config` names, and anything to route."""
+    wrong = [index for index in config.dense_layers if not -num_layers <= index < num_layers]
+    if wrong:
+        raise ValueError(f"`dense_layers` names layer(s) {wrong} of a model that has {num_layers}")
+    _check_dense_heads(config, specs, num_layers)
+    if not any(spec.is_routed(config, num_layers) for spec in specs):
+        raise ValueError(
+            f"Focus would do nothing here: all {num_layers} layers slide or are in `dense_layers`. For layers that "
+            'slide over more than 8 windows try `sliding_layers="intersect"`, with a smaller `window` if need be'
+        )
+
+
+def _check_dense_heads(config: FocusConfig, specs: Sequence[LayerSpec], num_layers: int) -> None:
+    by_index = {spec.layer_idx: spec for spec in specs}
+    for layer, head in config.dense_heads:
+        spec = by_index.get(layer % num_layers) if -num_layers <= layer < num_layers else None
+        if spec is None:
+            raise ValueError(f"`dense_heads` names layer {layer} of a model that has {num_layers}")
+        if not spec.is_routed(config, num_layers):
+            raise ValueError(f"`dense_heads` names a head of layer {layer}, which is not routed: leave it out")
+        if head >= spec.num_kv_heads:
+            raise ValueError(f"`dense_heads` names head {head} of layer {layer}, which has {spec.num_kv_heads} of them")
+        if config.num_routers(spec.num_kv_heads) < spec.num_kv_heads:
+            raise ValueError(
+                f"`dense_heads` needs a router for each of the {spec.num_kv_heads} KV heads of layer {layer}: "
+                'set `router_scope="kv_head"`'
+            )
+        if len(spec.dense_heads(config, num_layers)) == spec.num_kv_heads:
+            raise ValueError(f"`dense_heads` names every head of layer {layer}: put it in `dense_layers` instead")
 
 
 class FocusCall(NamedTuple):

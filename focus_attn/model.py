@@ -20,7 +20,7 @@ from focus_attn.adapters import Adapter, check_fits, describe_base, read_adapter
 from focus_attn.cache import IdsTag
 from focus_attn.config import FocusConfig
 from focus_attn.hf import NO_ATTENTIONS, Seam, execution_device, text_config, warn_if_untested
-from focus_attn.layer import AttentionInputs, FocusLayer, FocusState, Probing
+from focus_attn.layer import AttentionInputs, FocusLayer, FocusState, Probing, check_layers
 from focus_attn.router import Routing
 from focus_attn.stats import Stats
 
@@ -386,31 +386,4 @@ def _check_adapter(adapter_name: str, config: FocusConfig, seam: Seam, num_layer
         raise ValueError(f"an adapter name is a non-empty string without dots, got {adapter_name!r}")
     if hasattr(nn.ModuleDict(), adapter_name):
         raise ValueError(f"an adapter cannot be called {adapter_name!r}, which PyTorch's modules use themselves")
-    wrong = [index for index in config.dense_layers if not -num_layers <= index < num_layers]
-    if wrong:
-        raise ValueError(f"`dense_layers` names layer(s) {wrong} of a model that has {num_layers}")
-    _check_dense_heads(config, seam, num_layers)
-    if not any(spec.is_routed(config, num_layers) for spec in seam.specs):
-        raise ValueError(
-            f"Focus would do nothing here: all {num_layers} layers slide or are in `dense_layers`. For layers that "
-            'slide over more than 8 windows try `sliding_layers="intersect"`, with a smaller `window` if need be'
-        )
-
-
-def _check_dense_heads(config: FocusConfig, seam: Seam, num_layers: int) -> None:
-    by_index = {spec.layer_idx: spec for spec in seam.specs}
-    for layer, head in config.dense_heads:
-        spec = by_index.get(layer % num_layers) if -num_layers <= layer < num_layers else None
-        if spec is None:
-            raise ValueError(f"`dense_heads` names layer {layer} of a model that has {num_layers}")
-        if not spec.is_routed(config, num_layers):
-            raise ValueError(f"`dense_heads` names a head of layer {layer}, which is not routed: leave it out")
-        if head >= spec.num_kv_heads:
-            raise ValueError(f"`dense_heads` names head {head} of layer {layer}, which has {spec.num_kv_heads} of them")
-        if config.num_routers(spec.num_kv_heads) < spec.num_kv_heads:
-            raise ValueError(
-                f"`dense_heads` needs a router for each of the {spec.num_kv_heads} KV heads of layer {layer}: "
-                'set `router_scope="kv_head"`'
-            )
-        if len(spec.dense_heads(config, num_layers)) == spec.num_kv_heads:
-            raise ValueError(f"`dense_heads` names every head of layer {layer}: put it in `dense_layers` instead")
+    check_layers(config, seam.specs, num_layers)

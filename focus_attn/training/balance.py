@@ -29,6 +29,14 @@ def group_members(key: Tensor, real: Tensor) -> Tensor:
     return (key * real[:, None, :, None]).sum((0, 2))
 
 
+def largest_shares(loads: Tensor) -> tuple[Tensor, Tensor]:
+    """Share of the keys in a router's largest group, mean and worst over the routers that have any; nothing is read
+    from the device. loads [layers, R, K]: dense heads, and layers with fewer routers, have none."""
+    members = loads.sum(-1)
+    largest = loads.amax(-1) / members.clamp_min(1)
+    return largest.sum() / (members > 0).sum().clamp_min(1), largest.amax()
+
+
 def sinkhorn_divergence(
     scores: Tensor, real: Tensor, temperature: float, iterations: int, may_be_padded: bool = True
 ) -> Tensor:

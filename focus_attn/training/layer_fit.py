@@ -126,9 +126,8 @@ class LayersTrainer:
             measured.append(torch.stack([kept, attention.near.mean((1, 2)), pairs, largest]))
         by_router = torch.stack(measured).mean(0).unflatten(1, (len(self.layers), -1))  # [4, L, R]
         means = by_router.mean(-1)
-        for index, layer in enumerate(self.layers):
-            if layer.router.dense_heads:  # they have no groups that could be large
-                means[-1, index] = by_router[-1, index, layer.router.choosing].mean()
+        for index, layer in enumerate(self.layers):  # dense heads have no groups that could be large
+            means[-1, index] = by_router[-1, index, layer.router.choosing].mean()
         by_layer = means.T.tolist()
         return [LayerFit(layer.layer_idx, *values) for layer, values in zip(self.layers, by_layer, strict=True)]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from focus_attn.evaluation.groups import observe_routing
-from focus_attn.training.balance import routed_layers
+from focus_attn.training.balance import largest_shares, routed_layers
 from focus_attn.training.objectives import covered
 from focus_attn.training.observe import check_blocks, observe_layers
 from focus_attn.visibility import memberships
@@ -29,10 +29,10 @@ class Dominance(NamedTuple):
 
 def group_dominance(loads: Tensor) -> Dominance:
     """From loads [layers, R, K], as `StepResult` has them."""
-    largest = (loads.amax(-1) / loads.sum(-1).clamp_min(1))[loads.sum(-1) > 0]
-    if not len(largest):
+    if not loads.any():
         raise ValueError("`loads` is empty: no token was routed")
-    return Dominance(largest.mean().item(), largest.max().item())
+    mean, worst = largest_shares(loads)
+    return Dominance(mean.item(), worst.item())
 
 
 def collapsed_routers(model: FocusModel, loads: Tensor) -> list[str]:
@@ -59,9 +59,7 @@ def probe_groups(model: FocusModel, probe: Tensor) -> dict[int, Tensor]:
     model.eval()
     routings = observe_routing(model, probe)
     model.train(was_training)
-    choosing = {layer_idx: router.choosing for layer_idx, router in routed_layers(model) if router.dense_heads}
-    groups = {layer_idx: routing.key_groups for layer_idx, routing in routings.items()}
-    return {at: ids[:, choosing[at].to(ids.device)] if at in choosing else ids for at, ids in groups.items()}
+    return {index: routings[index].key_groups[:, router.choosing.cpu()] for index, router in routed_layers(model)}
 
 
 def stability(before: dict[int, Tensor], after: dict[int, Tensor]) -> float:

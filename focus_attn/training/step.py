@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from focus_attn.training.balance import largest_shares
 from focus_attn.training.narrow import narrow_activations
 from focus_attn.training.packing import Packing, read_packing
 from focus_attn.training.probe import Probe
@@ -131,10 +132,8 @@ def training_step(
         measures["over_budget"] = over_budget(terms.pairs_kept, options.budget)
         loss = loss + options.budget_weight * measures["over_budget"]
     watch.watch_backward(model, loss)
-    members = loads.sum(-1)
-    largest = loads.amax(-1) / members.clamp_min(1)
-    chose = (members > 0).sum().clamp_min(1)  # dense heads have no load
-    measures.update(loss=loss, dominance=largest.sum() / chose, worst_dominance=largest.amax())
+    mean, worst = largest_shares(loads)
+    measures.update(loss=loss, dominance=mean, worst_dominance=worst)
     return StepResult(loss, {name: value.detach() for name, value in measures.items()}, loads)
 
 
