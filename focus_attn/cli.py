@@ -1,4 +1,4 @@
-"""The command line: `focus demo`, `focus train`, `focus bench`, `focus generate`."""
+"""The command line: `focus`, a command for each thing it does."""
 
 from __future__ import annotations
 
@@ -141,6 +141,39 @@ def generate(
             # A prompt shorter than the window is nothing to hint at on the command line.
             warnings.simplefilter("ignore", UserWarning)
             stream(prompt, adapter, model, max_new_tokens, temperature, seed, chat)
+
+
+@app.command()
+def average(
+    adapters: Annotated[list[str], typer.Argument(help="Folders of adapters, two or more.")],
+    output: Annotated[Path, typer.Option(help="Folder for their mean.")],
+    weights: Annotated[str | None, typer.Option(help="How much each counts, as in 2,1. Without: alike.")] = None,
+) -> None:
+    """The mean of adapters that one start led to: often better than each of them, at the cost of one.
+
+    Train recipes with the same seed and `start`, for example by the next token and by distillation, and average what
+    comes of them.
+    """
+    with plain_errors():
+        from focus_attn.adapter_mean import mean_of_adapters
+        from focus_attn.adapters import CONFIG_FILE, read_adapter, write_adapter
+        from focus_attn.zoo import find_adapter
+
+        if (output / CONFIG_FILE).exists():
+            raise ValueError(f"{str(output)!r} already holds an adapter: choose another folder, or delete it")
+        try:
+            shares = None if weights is None else [float(weight) for weight in weights.split(",")]
+        except ValueError:
+            raise ValueError(f"--weights takes numbers, as in 2,1; got {weights!r}") from None
+        mean = mean_of_adapters([read_adapter(find_adapter(adapter)) for adapter in adapters], shares)
+        write_adapter(mean.adapter, output)
+        Console().print(
+            f"The mean of {len(adapters)} adapters, at most {mean.apart:.2f} of their size apart, is in {output}.\n"
+            f"What it loses: focus eval --adapter {output} --text FILE",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
 
 
 bench = typer.Typer(

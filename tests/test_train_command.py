@@ -3,6 +3,8 @@
 import json
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from focus_attn import FocusModel
@@ -56,6 +58,26 @@ def test_train_writes_an_adapter_and_goes_on_where_it_was(folder):
     assert anew.exit_code == 0 and "step 1/3" in anew.output
 
 
+def test_going_on_from_an_adapter(folder):
+    """No start; where training hardly moves them, the routers stay those of the adapter. The seed may be another."""
+    command = ["train", "--model", "model", "--text", "text.txt"]
+    assert run(app, [*command, "recipe.yaml", "--output", "first"]).exit_code == 0
+    (folder / "more.yaml").write_text(RECIPE.replace("learning_rate: 1e-2", "learning_rate: 1e-9"))
+    result = run(app, [*command, "more.yaml", "--adapter", "first", "--output", "more"])
+    assert result.exit_code == 0, result.output
+    first, more = (load_file(folder / name / "focus_model.safetensors") for name in ("first", "more"))
+    weights = [name for name in first if not name.endswith("bias")]  # balance moves those by a rate of its own
+    assert all(torch.allclose(first[name], more[name], atol=1e-6) for name in weights)
+
+    assert run(app, [*command, "recipe.yaml", "--seed", "1", "--output", "other"]).exit_code == 0
+    other = load_file(folder / "other" / "focus_model.safetensors")
+    assert not any(torch.allclose(first[name], other[name], atol=1e-2) for name in weights)
+
+    (folder / "wider.yaml").write_text(RECIPE.replace("window: 8", "window: 9"))
+    refused = run(app, [*command, "wider.yaml", "--adapter", "first", "--output", "wider"])
+    assert refused.exit_code == 1 and "`window`: 9, 8" in refused.output
+
+
 def test_fresh_weights_and_a_time_limit(folder):
     (folder / "scratch.yaml").write_text(RECIPE.replace("name: tiny", "name: scratch\nfresh_weights: true"))
     command = ["train", "scratch.yaml", "--model", "model", "--text", "text.txt", "--output", "out"]
@@ -73,6 +95,7 @@ def test_fresh_weights_and_a_time_limit(folder):
         (["recipe.yaml", "--model", "model", "--text", "absent"], "no such file or folder"),
         (["recipe.yaml", "--model", "model", "--text", "text.txt", "--output", "text.txt"], "is a file"),
         (["recipe.yaml", "--text", "text.txt", "--json", "absent/r.json"], "does not exist"),
+        (["recipe.yaml", "--text", "text.txt", "--adapter", "absent"], "no adapter 'absent'"),
         (["wrong.yaml"], "did you mean `stages`"),
     ],
 )

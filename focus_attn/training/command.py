@@ -20,6 +20,10 @@ def train(
     output: Annotated[
         Path | None, typer.Option(help="Folder for the adapter, checkpoints and logs; default: runs/<name>.")
     ] = None,
+    adapter: Annotated[
+        str | None, typer.Option(help="Go on from this adapter: a folder or a shipped one's name. No start then.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Instead of the recipe's.")] = None,
     resume: Annotated[bool, typer.Option(help="Go on from the last checkpoint there; --no-resume starts anew.")] = True,
     time_limit: Annotated[
         float | None, typer.Option(min=0.001, help="Minutes after which to stop, with a checkpoint and the adapter.")
@@ -35,19 +39,26 @@ def train(
     from rich.console import Console
 
     from focus_attn.bench.record import write_json
+    from focus_attn.model import FocusModel
     from focus_attn.report.terminal import StageBars
     from focus_attn.training import loop
     from focus_attn.training.distributed import leave_processes, rank
     from focus_attn.training.recipe import Recipe
+    from focus_attn.zoo import find_adapter
 
     chosen = Recipe.from_yaml(recipe)
-    chosen = dataclasses.replace(chosen, model=model or chosen.model)
+    chosen = dataclasses.replace(chosen, model=model or chosen.model, seed=chosen.seed if seed is None else seed)
+    if adapter is not None:
+        begin = find_adapter(adapter)
+        chosen = dataclasses.replace(chosen, start=None)
     source = text or chosen.data.text
     if source is None:
         raise ValueError(f"{str(recipe)!r} names no text (`data: {{text: ...}}`): give --text FILE_OR_FOLDER")
     if json_file is not None and not json_file.parent.is_dir():
         raise ValueError(f"the folder of {str(json_file)!r} does not exist: create it or choose another place")
     base, tokenizer = load_base(chosen)
+    if adapter is not None:
+        base = FocusModel.from_pretrained(base, begin)
     console = Console()
     try:
         with StageBars(console) as bars:
