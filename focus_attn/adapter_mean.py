@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import combinations
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from focus_attn.adapters import Adapter
+from focus_attn.adapters import Adapter, check_finite
 
-# Of their size: trainings of one start end 0.1 to 0.4 apart, independent directions are sqrt(2).
+# Trainings of one start ended 0.2 to 0.4 apart (results/train_h200/k8_dense_heads.json, k8_distill.json); where groups
+# are numbered differently it is sqrt(2) or so.
 UNRELATED = 1.0
 
 
 class AdapterMean(NamedTuple):
     adapter: Adapter
-    apart: float  # the farthest two, as a share of their size
+    apart: float  # the two routers of a place that stand farthest apart
 
 
 def mean_of_adapters(adapters: Sequence[Adapter], weights: Sequence[float] | None = None) -> AdapterMean:
@@ -33,16 +35,17 @@ def mean_of_adapters(adapters: Sequence[Adapter], weights: Sequence[float] | Non
     if len(weights) != len(adapters):
         plural = "" if len(weights) == 1 else "s"
         raise ValueError(f"{len(weights)} weight{plural} for {len(adapters)} adapters: give one for each")
-    if not all(0 < weight < math.inf for weight in weights):
+    if not (all(weight > 0 for weight in weights) and math.isfinite(sum(weights))):
         raise ValueError(f"weights are numbers above 0, got {', '.join(f'{weight:g}' for weight in weights)}")
     first = adapters[0]
-    for other in adapters[1:]:
-        _check_alike(first, other)
-    apart = max(distance(a, b) for i, a in enumerate(adapters) for b in adapters[:i])
+    for adapter in adapters:
+        check_finite(adapter)
+        _check_alike(first, adapter)
+    apart = max(distance(a, b) for a, b in combinations(adapters, 2))
     if apart >= UNRELATED:
         raise ValueError(
-            f"these routers are {apart:.2f} of their size apart, so they come from different starts and number their "
-            f"groups differently: average trainings that began with the same routers (the same seed and `start`)"
+            f"routers of these are {apart:.2f} of their size apart, so they come from different starts and number "
+            f"their groups differently: average trainings that began with the same routers (seed, text and `start`)"
         )
     shares = torch.tensor(weights, dtype=torch.float64) / sum(weights)
 
@@ -50,35 +53,31 @@ def mean_of_adapters(adapters: Sequence[Adapter], weights: Sequence[float] | Non
         stacked = torch.stack([adapter.tensors[name] for adapter in adapters])
         return torch.tensordot(shares, stacked.double(), 1).to(stacked)
 
-    tensors = {name: mean(name) for name in first.tensors}
-    return AdapterMean(Adapter(first.config, first.base, tensors), apart)
+    return AdapterMean(Adapter(first.config, first.base, {name: mean(name) for name in first.tensors}), apart)
 
 
 def distance(a: Adapter, b: Adapter) -> float:
-    """Of projections and centroids, which say what group is which, as a share of their size. Biases may move."""
-    apart = size = 0.0
+    """Between the two routers of one place that stand farthest apart, as a share of their size.
+
+    By their centroids, for these say which group is which; projections and biases may move."""
+    farthest = 0.0
     for name, tensor in a.tensors.items():
-        if not name.endswith(".bias"):
-            other = b.tensors[name]
-            apart += float((tensor - other).double().square().sum())
-            size += _size(tensor) * _size(other)
-    return math.sqrt(apart / size) if size else 0.0
-
-
-def _size(tensor: Tensor) -> float:
-    return float(tensor.double().norm())
+        if name.endswith(".centroids"):  # [..., K, dim]
+            mine, theirs = tensor.double(), b.tensors[name].double()
+            size = (mine.norm(dim=(-2, -1)) * theirs.norm(dim=(-2, -1))).sqrt()
+            apart = (mine - theirs).norm(dim=(-2, -1)) / size.clamp_min(torch.finfo(size.dtype).tiny)
+            farthest = max(farthest, float(apart.max()))
+    return farthest
 
 
 def _check_alike(a: Adapter, b: Adapter) -> None:
-    described = [{**adapter.config.to_dict(), **vars(adapter.base)} for adapter in (a, b)]
-    differ = [
-        f"`{field}` {value!r} and {described[1].get(field)!r}"
-        for field, value in described[0].items()
-        if field not in ("name", "backend") and value != described[1].get(field)
+    differing = [
+        f"`{field}`: {value!r}, {getattr(b.base, field)!r}"
+        for field, value in vars(a.base).items()
+        if field != "name" and value != getattr(b.base, field)
     ]
-    if differ:
-        raise ValueError(f"only adapters of one model and one config have a mean, but these have {', '.join(differ)}")
-    if {name: tensor.shape for name, tensor in a.tensors.items()} != {
-        name: tensor.shape for name, tensor in b.tensors.items()
-    }:
-        raise ValueError("only adapters of one model have a mean, but the routers of these differ in number or shape")
+    if differing := [*differing, *a.config.differences(b.config)]:
+        raise ValueError(f"adapters of one model and one config have a mean; of these differ {'; '.join(differing)}")
+    shapes = [{name: tensor.shape for name, tensor in adapter.tensors.items()} for adapter in (a, b)]
+    if shapes[0] != shapes[1]:
+        raise ValueError("adapters of one model have a mean; the routers of these differ in number or shape")

@@ -22,6 +22,7 @@ from focus_attn.version import __version__
 
 CONFIG_FILE = "focus_config.json"
 WEIGHTS_FILE = "focus_model.safetensors"
+BASE_FOLDER = "base_model"  # beside them, where the model's own weights were trained with the routers
 FORMAT_VERSION = 1
 
 
@@ -160,6 +161,11 @@ def check_fits(adapter: Adapter, base: BaseModel, specs: list[LayerSpec]) -> Non
             raise ValueError(f"tensor {name!r} has shape {list(tensor.shape)}, this model needs {list(shape)}")
         if tensor.dtype != torch.float32:
             raise ValueError(f"tensor {name!r} is {tensor.dtype}; routers are float32")
+    check_finite(adapter)
+
+
+def check_finite(adapter: Adapter) -> None:
+    for name, tensor in adapter.tensors.items():
         if not bool(torch.isfinite(tensor).all()):
             raise ValueError(f"tensor {name!r} holds NaN or infinite values")
 

@@ -141,6 +141,11 @@ class FocusConfig:
         lists = {"dense_layers": list(self.dense_layers), "dense_heads": [list(pair) for pair in self.dense_heads]}
         return {**dataclasses.asdict(self), **lists}
 
+    def differences(self, other: FocusConfig) -> list[str]:
+        """ "`field`: here, there" of all that is not the same."""
+        here, there = self.to_dict(), other.to_dict()
+        return [f"`{field}`: {here[field]!r}, {there[field]!r}" for field in here if here[field] != there[field]]
+
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> FocusConfig:
         if not isinstance(values, dict):

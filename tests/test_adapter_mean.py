@@ -72,12 +72,36 @@ def test_routers_of_different_starts_have_no_mean(pair, tmp_path):
     assert not (tmp_path / "mean").exists()
 
 
+def changed(adapter, change):
+    """Its tensors by name, those of layer 1 through `change(kind, tensor)`."""
+    tensors = {
+        name: change(name.rsplit(".", 1)[1], tensor.clone()) if name.startswith("layers.1.") else tensor
+        for name, tensor in adapter.tensors.items()
+    }
+    return dataclasses.replace(adapter, tensors=tensors)
+
+
+def test_one_layer_that_numbers_its_groups_differently_is_enough(pair):
+    adapter = read_adapter(pair[0])
+    rolled = {"centroids": -2, "bias": -1}
+    other = changed(adapter, lambda kind, tensor: tensor.roll(1, rolled[kind]) if kind in rolled else tensor)
+    with pytest.raises(ValueError, match="different starts"):
+        mean_of_adapters([adapter, other])
+
+
+def test_what_is_not_a_number_spreads_no_further(pair):
+    adapter = read_adapter(pair[0])
+    other = changed(adapter, lambda kind, tensor: tensor.fill_(float("nan")) if kind == "bias" else tensor)
+    with pytest.raises(ValueError, match="NaN"):
+        mean_of_adapters([adapter, other])
+
+
 def test_what_differs_is_named(pair, tmp_path):
     other = save(tmp_path / "other", config=dataclasses.replace(SPARSE, window=SPARSE.window + 1))
     result = average(pair[0], other, "--output", tmp_path / "mean")
-    assert result.exit_code == 1 and f"`window` {SPARSE.window} and {SPARSE.window + 1}" in result.output
+    assert result.exit_code == 1 and f"`window`: {SPARSE.window}, {SPARSE.window + 1}" in result.output
     result = average(pair[0], save(tmp_path / "gpt2", architecture="gpt2"), "--output", tmp_path / "mean")
-    assert result.exit_code == 1 and "`model_type` 'llama' and 'gpt2'" in result.output
+    assert result.exit_code == 1 and "`model_type`: 'llama', 'gpt2'" in result.output
 
 
 @pytest.mark.parametrize(
@@ -88,6 +112,7 @@ def test_what_differs_is_named(pair, tmp_path):
         ("1,-1", "above 0"),
         ("1,x", "numbers"),
         ("1,nan", "above 0"),
+        ("1e308,1e308", "above 0"),
     ],
 )
 def test_bad_weights(pair, tmp_path, weights, said):
@@ -101,9 +126,11 @@ def test_one_adapter_is_no_mean_and_nothing_is_written_over(pair, tmp_path):
     result = average(*pair, "--output", pair[0])
     assert result.exit_code == 1 and "choose another folder" in result.output
     assert (pair[0] / WEIGHTS_FILE).read_bytes() == before
+    (pair[1] / "base_model").mkdir()
+    assert "trained together with its model" in average(*pair, "--output", tmp_path / "mean").output
 
 
 def test_it_says_how_far_apart_they_are(pair, tmp_path):
-    """0.3 of the way each, in directions that have nothing in common: 0.3 * sqrt(2) of 1.04."""
-    assert mean_of_adapters([read_adapter(at) for at in pair]).apart == pytest.approx(0.41, abs=0.05)
-    assert "0.4" in average(*pair, "--output", tmp_path / "mean").output
+    """0.3 of the way each, in directions that have nothing in common: 0.3 * sqrt(2) of 1.04, and somewhat more."""
+    assert mean_of_adapters([read_adapter(at) for at in pair]).apart == pytest.approx(0.45, abs=0.1)
+    assert "at most 0.4" in average(*pair, "--output", tmp_path / "mean").output

@@ -1,6 +1,7 @@
 """`focus train`: a recipe, a text and a model folder in, an adapter out."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -58,24 +59,82 @@ def test_train_writes_an_adapter_and_goes_on_where_it_was(folder):
     assert anew.exit_code == 0 and "step 1/3" in anew.output
 
 
-def test_going_on_from_an_adapter(folder):
-    """No start; where training hardly moves them, the routers stay those of the adapter. The seed may be another."""
+@pytest.fixture
+def first(folder):
+    """A trained adapter, and what to type to train in this folder."""
     command = ["train", "--model", "model", "--text", "text.txt"]
     assert run(app, [*command, "recipe.yaml", "--output", "first"]).exit_code == 0
-    (folder / "more.yaml").write_text(RECIPE.replace("learning_rate: 1e-2", "learning_rate: 1e-9"))
-    result = run(app, [*command, "more.yaml", "--adapter", "first", "--output", "more"])
+    (folder / "gently.yaml").write_text(RECIPE.replace("learning_rate: 1e-2", "learning_rate: 1e-9"))
+    return command
+
+
+def weights(folder):
+    """Balance moves biases by a rate of its own."""
+    tensors = load_file(folder / "focus_model.safetensors")
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith("bias")}
+
+
+def test_going_on_from_an_adapter_leaves_the_start_out(folder, first):
+    result = run(app, [*first, "gently.yaml", "--adapter", "first", "--output", "more"])
     assert result.exit_code == 0, result.output
-    first, more = (load_file(folder / name / "focus_model.safetensors") for name in ("first", "more"))
-    weights = [name for name in first if not name.endswith("bias")]  # balance moves those by a rate of its own
-    assert all(torch.allclose(first[name], more[name], atol=1e-6) for name in weights)
+    before, after = weights(folder / "first"), weights(folder / "more")
+    assert all(torch.allclose(before[name], after[name], atol=1e-6) for name in before)
+    assert json.loads((folder / "more" / "run.json").read_text())["recipe"]["adapter"] == "first"
+    again = run(app, [*first, "gently.yaml", "--adapter", "first", "--output", "more"])
+    assert again.exit_code == 0 and "going on from step 3 of 3" in again.output
 
-    assert run(app, [*command, "recipe.yaml", "--seed", "1", "--output", "other"]).exit_code == 0
-    other = load_file(folder / "other" / "focus_model.safetensors")
-    assert not any(torch.allclose(first[name], other[name], atol=1e-2) for name in weights)
 
-    (folder / "wider.yaml").write_text(RECIPE.replace("window: 8", "window: 9"))
-    refused = run(app, [*command, "wider.yaml", "--adapter", "first", "--output", "wider"])
-    assert refused.exit_code == 1 and "`window`: 9, 8" in refused.output
+def test_a_run_goes_on_from_its_own_adapter_alone(folder, first):
+    shutil.copytree("first", "second")
+    assert run(app, [*first, "gently.yaml", "--adapter", "first", "--output", "more"]).exit_code == 0
+    other = run(app, [*first, "gently.yaml", "--adapter", "second", "--output", "more"])
+    assert other.exit_code == 1 and "`adapter`: 'second', 'first'" in other.output
+
+
+def test_an_adapter_is_not_written_over(folder, first):
+    before = (folder / "first" / "focus_model.safetensors").read_bytes()
+    for options in ([], ["--no-resume"]):
+        refused = run(app, [*first, "recipe.yaml", "--adapter", "first", "--output", "./first", *options])
+        assert refused.exit_code == 1 and "would be written over" in refused.output
+    assert (folder / "first" / "focus_model.safetensors").read_bytes() == before
+    assert (folder / "first" / "checkpoints").is_dir()
+
+
+def test_another_seed_is_another_start_and_another_order(folder, first):
+    assert run(app, [*first, "recipe.yaml", "--seed", "1", "--output", "other"]).exit_code == 0
+    before, other = weights(folder / "first"), weights(folder / "other")
+    assert not any(torch.allclose(before[name], other[name], atol=1e-2) for name in before)
+    for seed in "12":
+        command = [*first, "recipe.yaml", "--adapter", "first", "--seed", seed, "--output", seed]
+        assert run(app, command).exit_code == 0
+    one, two = weights(folder / "1"), weights(folder / "2")
+    assert not all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("window: 8", "window: 9", "`window`: 9, 8"),
+        ("name: tiny", "name: tiny\nfresh_weights: true", "routers belong to a model's weights"),
+        (RECIPE[RECIPE.index("stages:") : RECIPE.index("precision")], "stages: []\n", "nothing to do without `stages`"),
+    ],
+)
+def test_what_does_not_go_with_an_adapter(folder, first, old, new, message):
+    assert old in RECIPE
+    (folder / "wrong.yaml").write_text(RECIPE.replace(old, new))
+    refused = run(app, [*first, "wrong.yaml", "--adapter", "first", "--output", "more"])
+    assert refused.exit_code == 1 and message in refused.output and not (folder / "more").exists()
+
+
+def test_a_recipe_names_its_adapter_or_its_start(folder, first):
+    (folder / "both.yaml").write_text(RECIPE + "adapter: first\n")
+    assert "leave `start:` empty" in run(app, [*first, "both.yaml"]).output
+    start = next(line for line in RECIPE.splitlines() if line.startswith("start"))
+    (folder / "named.yaml").write_text(RECIPE.replace(start, "start:\nadapter: first"))
+    assert run(app, [*first, "named.yaml", "--output", "more"]).exit_code == 0
+    (folder / "first" / "base_model").mkdir()
+    own = run(app, ["train", "named.yaml", "--text", "text.txt"])
+    assert own.exit_code == 1 and "--model first/base_model" in own.output
 
 
 def test_fresh_weights_and_a_time_limit(folder):

@@ -190,6 +190,8 @@ def identity_of(recipe: Recipe) -> dict[str, Any]:
         parts.append((Start, values["start"]))
     if values["focus"] is not None:
         parts.append((FocusConfig, values["focus"]))
+    if values["adapter"] is None:  # later too
+        del values["adapter"]
     for kind, part in parts:
         for name in LATER[kind]:
             if plain(part[name]) == plain(getattr(kind, name)):

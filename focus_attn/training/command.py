@@ -38,8 +38,8 @@ def train(
     """
     from rich.console import Console
 
+    from focus_attn.adapters import BASE_FOLDER
     from focus_attn.bench.record import write_json
-    from focus_attn.model import FocusModel
     from focus_attn.report.terminal import StageBars
     from focus_attn.training import loop
     from focus_attn.training.distributed import leave_processes, rank
@@ -49,16 +49,17 @@ def train(
     chosen = Recipe.from_yaml(recipe)
     chosen = dataclasses.replace(chosen, model=model or chosen.model, seed=chosen.seed if seed is None else seed)
     if adapter is not None:
-        begin = find_adapter(adapter)
-        chosen = dataclasses.replace(chosen, start=None)
+        chosen = dataclasses.replace(chosen, adapter=adapter, start=None)
+    if chosen.adapter is not None and chosen.model is None:
+        own = find_adapter(chosen.adapter) / BASE_FOLDER
+        if own.is_dir():
+            raise ValueError(f"the model was trained with this adapter: give --model {own}")
     source = text or chosen.data.text
     if source is None:
         raise ValueError(f"{str(recipe)!r} names no text (`data: {{text: ...}}`): give --text FILE_OR_FOLDER")
     if json_file is not None and not json_file.parent.is_dir():
         raise ValueError(f"the folder of {str(json_file)!r} does not exist: create it or choose another place")
     base, tokenizer = load_base(chosen)
-    if adapter is not None:
-        base = FocusModel.from_pretrained(base, begin)
     console = Console()
     try:
         with StageBars(console) as bars:

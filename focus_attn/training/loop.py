@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from focus_attn.adapters import BASE_FOLDER, read_adapter
 from focus_attn.evaluation.perplexity import Perplexity, block_perplexity
 from focus_attn.hf import text_config
 from focus_attn.model import FocusModel, get_focus_model
@@ -42,9 +43,8 @@ from focus_attn.training.recipe import Recipe, Stage
 from focus_attn.training.repeats import strange_words
 from focus_attn.training.starts import start_routers
 from focus_attn.training.trainer import FocusTrainer, Run
-from focus_attn.zoo import cast_parameters, quiet_transformers
+from focus_attn.zoo import cast_parameters, find_adapter, quiet_transformers
 
-BASE_FOLDER = "base_model"
 # What may change between a run and its continuation: it does not change what is learned.
 HARMLESS = frozenset(
     "name model text log_every save_every evaluate_every keep_checkpoints sharding micro_batch "
@@ -115,7 +115,7 @@ def train(
     if time_limit is not None and not time_limit > 0:
         raise ValueError(f"`time_limit` must be a positive number of seconds, got {time_limit!r}")
     place = join_processes(device)
-    focus = _with_focus(model, recipe)
+    focus = _with_focus(model, recipe, Path(output))
     with _given_back_on_failure(model, focus):
         recipe = dataclasses.replace(recipe, focus=focus.focus_config)
         _check_positions(recipe, focus)
@@ -204,7 +204,9 @@ def _run_stages(
     return position
 
 
-def _with_focus(model: nn.Module, recipe: Recipe) -> FocusModel:
+def _with_focus(model: nn.Module, recipe: Recipe, output: Path) -> FocusModel:
+    if recipe.adapter is not None:
+        return _with_adapter(model, recipe, find_adapter(recipe.adapter), output)
     if not isinstance(model, FocusModel):
         if any(hasattr(module, "focus_state") for module in model.modules()):
             raise ValueError(
@@ -213,14 +215,27 @@ def _with_focus(model: nn.Module, recipe: Recipe) -> FocusModel:
             )
         torch.manual_seed(recipe.seed)
         return get_focus_model(model, recipe.focus)
-    if recipe.focus is not None and recipe.focus != model.focus_config:
-        here, there = recipe.focus.to_dict(), model.focus_config.to_dict()
-        differing = "; ".join(f"`{k}`: {here[k]!r}, {there[k]!r}" for k in here if here[k] != there[k])
+    if recipe.focus is not None and (differing := recipe.focus.differences(model.focus_config)):
         raise ValueError(
-            f"the recipe's `focus` is not the model's ({differing}): leave it out of the recipe, or give the plain "
-            "model"
+            f"the recipe's `focus` is not the model's ({'; '.join(differing)}): leave it out of the recipe, or give "
+            "the plain model"
         )
     return model
+
+
+def _with_adapter(model: nn.Module, recipe: Recipe, adapter: Path, output: Path) -> FocusModel:
+    if isinstance(model, FocusModel):
+        raise ValueError(f"the recipe goes on from the adapter {str(adapter)!r}: give the plain model, no FocusModel")
+    if output.resolve() == adapter.resolve():
+        raise ValueError(
+            f"`output` {str(output)!r} is the adapter to go on from, and would be written over: choose another folder"
+        )
+    if recipe.focus is not None and (differing := recipe.focus.differences(read_adapter(adapter).config)):
+        raise ValueError(
+            f"the recipe's `focus` is not that of the adapter {str(adapter)!r} ({'; '.join(differing)}): leave it out "
+            "of the recipe"
+        )
+    return FocusModel.from_pretrained(model, adapter)
 
 
 def _check_positions(recipe: Recipe, model: FocusModel) -> None:

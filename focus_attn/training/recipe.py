@@ -177,6 +177,7 @@ class Recipe:
     data: Data = Data()
     name: str = string("focus", "for people")
     model: str | None = string(None, "a Hugging Face model's name or folder; none: the embedded default")
+    adapter: str | None = string(None, "go on from it, a folder or a shipped one's name, instead of a `start`")
     fresh_weights: bool = flag(False, "start the model itself from random weights")
     precision: Precision = choice(
         "bf16", "bf16: a frozen base is kept in it, a trained one computes in it from fp32 weights", Precision
@@ -199,10 +200,20 @@ class Recipe:
         object.__setattr__(self, "stages", tuple(self.stages))
         if not all(isinstance(stage, Stage) for stage in self.stages):
             raise TypeError(f"`stages` must be Stages, got {self.stages!r}")
+        if self.adapter is not None:
+            self._check_adapter()
         if not self.stages and self.start is None:
             raise ValueError("a recipe without `stages` and without a `start` does nothing: give one of them")
         if self.focus is not None:
             self.check_lengths(self.focus)
+
+    def _check_adapter(self) -> None:
+        if self.start is not None:
+            raise ValueError("`adapter` has routers to go on from, `start` would make others: leave `start:` empty")
+        if self.fresh_weights:
+            raise ValueError("`adapter` and `fresh_weights` do not go together: routers belong to a model's weights")
+        if not self.stages:
+            raise ValueError("going on from an `adapter` leaves the start out: there is nothing to do without `stages`")
 
     def check_lengths(self, focus: FocusConfig) -> None:
         least = 2 * (focus.window + focus.num_sinks)
