@@ -89,6 +89,8 @@ def test_a_run_goes_on_from_its_own_adapter_alone(folder, first):
     assert run(app, [*first, "gently.yaml", "--adapter", "first", "--output", "more"]).exit_code == 0
     other = run(app, [*first, "gently.yaml", "--adapter", "second", "--output", "more"])
     assert other.exit_code == 1 and "`adapter`: 'second', 'first'" in other.output
+    anew = run(app, [*first, "gently.yaml", "--output", "more"])
+    assert anew.exit_code == 1 and "`start`: 'one', 'none'. Choose" in anew.output and "start.how" not in anew.output
 
 
 def test_an_adapter_is_not_written_over(folder, first):

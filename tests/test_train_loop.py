@@ -391,8 +391,11 @@ def shrunk(chosen):
     if start is not None:
         small = {"blocks": 1, "length": 64, "steps": 1, "output_steps": min(1, start.output_steps)}
         start = dataclasses.replace(start, **small, budget=None if start.budget is None else 0.5)
-    dense = (0,) if chosen.focus.dense_layers else ()
-    focus = dataclasses.replace(chosen.focus, window=8, dense_layers=dense)
+    dense = {
+        "dense_layers": (0,) if chosen.focus.dense_layers else (),
+        "dense_heads": ((1, 0),) if chosen.focus.dense_heads else (),
+    }
+    focus = dataclasses.replace(chosen.focus, window=8, **dense)
     return dataclasses.replace(
         chosen, stages=stages, start=start, focus=focus, precision="fp32", data=Data(held_out=1), evaluate_every=1
     )

@@ -303,7 +303,10 @@ class Recipe:
 
     def differences(self, other: Recipe) -> list[tuple[str, str]]:
         """(field, "`field`: here, there") of all that is not the same."""
-        mine, theirs = _flat(self.to_dict()), _flat(other.to_dict())
+        mine, theirs = self.to_dict(), other.to_dict()
+        if (mine["start"] is None) != (theirs["start"] is None):  # not all its fields one by one
+            mine["start"], theirs["start"] = ("none" if one["start"] is None else "one" for one in (mine, theirs))
+        mine, theirs = _flat(mine), _flat(theirs)
         names = [*mine, *(name for name in theirs if name not in mine)]
         nothing = object()
         return [
