@@ -1,16 +1,19 @@
 """What each layer costs an adapter: the loss that comes back when it alone sees everything, and each of its KV heads.
 
     python benchmarks/dense_layers.py --adapter runs/k8_distill --text books/train --json dense_layers.json
+    python benchmarks/dense_layers.py --adapter runs/k8 --text books/train --retrieval multi_key --length 1024 \
+        --json needle_layers.json
 
-It is a choice that comes of this, `dense_layers` or `dense_heads` of a recipe, so ask text that the adapter is not
-judged by. What they give back one by one does not add up: the last rows open the best ones together.
+The loss is that of the text, or with --retrieval that of answers to what was hidden in it, as in `focus eval`. It is
+a choice that comes of this, `dense_layers` or `dense_heads` of a recipe, so ask text that the adapter is not judged by.
+What they give back one by one does not add up: the last rows open the best ones together.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,45 +23,67 @@ from adapter_figures import blocks, documents, load_default_on
 from focus_attn import FocusModel
 from focus_attn.bench.record import write_json
 from focus_attn.evaluation.perplexity import block_perplexity
+from focus_attn.evaluation.requests import Requests
+from focus_attn.evaluation.retrieval import retrieval
+from focus_attn.evaluation.scoring import BATCH_TOKENS, Scorer
 from focus_attn.router import Routing
+from focus_attn.text import read_text
 from focus_attn.training.balance import routed_layers
 from focus_attn.zoo import find_adapter
 
 ALL = slice(None)
 TOGETHER = 6  # layers, and twice as many heads
+DEPTHS = (0.0, 0.25, 0.5, 0.75)  # of hidden facts; at 1 they lie inside the window
+
+Loss = Callable[[FocusModel], float]
+Opened = Mapping[int, "list[int] | slice"]  # layers, and which of their heads see everything
 
 
-def loss(model: FocusModel, ids: torch.Tensor, opened: Mapping[int, list[int] | slice] | None = None) -> float:
-    """Mean over the predictions past the window of blocks [n, T]. opened: layers, and which of their heads see all."""
-
-    def choose(layer: int, routing: Routing) -> Routing:
-        heads = (opened or {}).get(layer)
-        if heads is None:
-            return routing
-        query, key = routing.query_groups.clone(), routing.key_groups.clone()
-        query[:, heads] = key[:, heads] = 0  # all in one group
-        return routing._replace(query_groups=query, key_groups=key)
-
-    with model.override_routing(choose):
-        return math.log(block_perplexity(model, ids).ppl)
+def text_loss(ids: torch.Tensor) -> Loss:
+    """Mean over the predictions past the window of blocks [n, T]."""
+    return lambda model: math.log(block_perplexity(model, ids).ppl)
 
 
-def measure(model: FocusModel, ids: torch.Tensor) -> dict[str, Any]:
+def answer_loss(asked: Requests) -> Loss:
+    """Of the answer to each item, all of its tokens; mean over the items."""
+
+    @torch.no_grad()
+    def of(model: FocusModel) -> float:
+        scorer = Scorer(model, asked, None, BATCH_TOKENS[next(model.parameters()).device.type], share_prefixes=True)
+        found = [score["scores"][0][0] for batch in scorer.run(asked.items) for _, score in batch]
+        return -sum(found) / len(found)
+
+    return of
+
+
+def measure(model: FocusModel, ask: Loss) -> dict[str, Any]:
+    def loss(opened: Opened) -> float:
+        def choose(layer: int, routing: Routing) -> Routing:
+            heads = opened.get(layer)
+            if heads is None:
+                return routing
+            query, key = routing.query_groups.clone(), routing.key_groups.clone()
+            query[:, heads] = key[:, heads] = 0  # all in one group
+            return routing._replace(query_groups=query, key_groups=key)
+
+        with model.override_routing(choose):
+            return ask(model)
+
     with model.disable_focus():
-        base = loss(model, ids)
-    adapter = loss(model, ids)
+        base = ask(model)
+    adapter = ask(model)
     print(f"loss {base:.4f} without Focus, {adapter:.4f} with it", flush=True)
     rows: list[dict[str, Any]] = []
     for layer, router in routed_layers(model):
-        each = [adapter - loss(model, ids, {layer: [head]}) for head in range(router.num_routers)]
-        back = adapter - loss(model, ids, {layer: ALL})
+        each = [adapter - loss({layer: [head]}) for head in range(router.num_routers)]
+        back = adapter - loss({layer: ALL})
         rows.append({"layer": layer, "gives_back": back, "heads": each})
         print(f"layer {layer:2d} {back:+.4f}   heads {' '.join(f'{x:+.4f}' for x in each)}", flush=True)
 
     together: list[dict[str, Any]] = []
     best = [row["layer"] for row in sorted(rows, key=lambda row: -row["gives_back"])]
     for count in range(1, min(TOGETHER, len(best)) + 1):
-        back = adapter - loss(model, ids, dict.fromkeys(best[:count], ALL))
+        back = adapter - loss(dict.fromkeys(best[:count], ALL))
         together.append({"layers": best[:count], "gives_back": back})
         print(f"layers {', '.join(map(str, best[:count]))} {back:+.4f}", flush=True)
 
@@ -67,7 +92,7 @@ def measure(model: FocusModel, ids: torch.Tensor) -> dict[str, Any]:
     for count in range(1, min(2 * TOGETHER, len(heads)) + 1):
         chosen = [(layer, head) for _, layer, head in heads[:count]]
         opened = {at: [head for layer, head in chosen if layer == at] for at, _ in chosen}
-        back = adapter - loss(model, ids, opened)
+        back = adapter - loss(opened)
         heads_together.append({"heads": chosen, "gives_back": back})
         print(f"heads {', '.join(f'{layer}.{head}' for layer, head in chosen)} {back:+.4f}", flush=True)
     base_and_adapter = {"base_loss": base, "adapter_loss": adapter}
@@ -80,14 +105,25 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True, help="a text file, a folder of them, or NAME.npy")
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--blocks", type=int, default=6)
+    parser.add_argument("--retrieval", choices=("needle", "multi_key"), help="ask for facts hidden in the text")
+    parser.add_argument("--items", type=int, default=10, help="with --retrieval: at each of four depths")
+    parser.add_argument("--seed", type=int, default=3000, help="of those items")
     parser.add_argument("--device")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     model, tokenizer = load_default_on(options.device)
     model = FocusModel.from_pretrained(model, find_adapter(options.adapter))
-    ids = blocks(documents(options.text, tokenizer), options.length, options.blocks)
-    asked = {"adapter": Path(options.adapter).name, "length": options.length, "blocks": len(ids)}
-    write_json(options.json, {**asked, **measure(model, ids)})
+    asked: dict[str, Any] = {"adapter": Path(options.adapter).name, "length": options.length}
+    if options.retrieval:
+        texts, each = read_text(options.text), options.items
+        hidden = retrieval(tokenizer, options.retrieval, texts, [options.length], DEPTHS, each, options.seed)
+        asked |= {"retrieval": options.retrieval, "items": len(hidden.items)}
+        ask = answer_loss(hidden)
+    else:
+        ids = blocks(documents(options.text, tokenizer), options.length, options.blocks)
+        asked |= {"blocks": len(ids)}
+        ask = text_loss(ids)
+    write_json(options.json, {**asked, **measure(model, ask)})
 
 
 if __name__ == "__main__":
