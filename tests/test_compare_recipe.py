@@ -83,6 +83,8 @@ def test_training_like_another_recipe(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("training: {like: usual, stages: {steps: 7}}\nmethods: [{name: a, focus: {}}]\n")
     assert Comparison.from_yaml(file).training == {"stages": [{"steps": 7, "length": 64}], "precision": "fp32"}
+    file.write_text("training: {like: k8}\nmethods: [{name: a, focus: {}}]\n")
+    assert Comparison.from_yaml(file).training["focus"]["num_groups"] == 8, "one of the repository's, from anywhere"
     file.write_text("training: {like: unusual}\n")
     with pytest.raises(ValueError, match="no training recipe 'unusual'"):
         Comparison.from_yaml(file)

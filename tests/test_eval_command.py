@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 import sys
 
 import pytest
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 
 from focus_attn import FocusConfig, get_focus_model
 from focus_attn.cli import app
-from focus_attn.evaluation.models import load_compared
+from focus_attn.evaluation.models import adapter_digest, load_compared
 from focus_attn.evaluation.requests import Item, Requests, Task
 from focus_attn.evaluation.run import sum_up
 from focus_attn.evaluation.summary import Cell, kept_of_base, summarise
@@ -66,6 +67,9 @@ def test_base_and_adapters_beside_each_other(saved, tmp_path):
     written = json.loads(numbers.read_text())
     assert set(written["models"]) == {"base", "k4", "k2"} and written["run"]["command"]
     assert written["models"]["k4"]["adapter"] != written["models"]["k2"]["adapter"]
+    shutil.copytree(saved / "k4", tmp_path / "copy")
+    (tmp_path / "copy" / "run.json").write_text("{}")  # what a run leaves beside an adapter does not make it another
+    assert written["models"]["k4"]["adapter"] == adapter_digest(tmp_path / "copy")
     row = written["rows"][0]
     assert (row["task"], row["metric"], row["n"]) == ("perplexity@128", "perplexity", 4)
     ratio = row["against_base"]["k4"]

@@ -1,4 +1,4 @@
-"""What the README says is so: its support table is measured here, and its Python runs."""
+"""What the README says is so: its support table is measured here, and its Python runs, and that of docs/using.md."""
 
 import re
 import warnings
@@ -10,7 +10,9 @@ from tiny import ARCHITECTURES, SPARSE, tiny_config, tiny_model, tokens
 
 from focus_attn import FocusConfig, get_focus_model
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+SNIPPETS = [("README.md", number) for number in range(4)] + [("docs/using.md", number) for number in range(5)]
 
 
 def attention_kind(architecture: str) -> str:
@@ -70,9 +72,9 @@ def test_the_support_table_is_what_the_tests_find() -> None:
     assert table in README.read_text(), f"put this table into the README:\n\n{table}"
 
 
-@pytest.mark.parametrize("number", range(4))
-def test_the_python_of_the_readme_runs(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) == 4, "tell this test how many blocks of Python there are"
+@pytest.mark.parametrize(("page", "number"), SNIPPETS)
+def test_the_python_of_the_pages_runs(page: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    assert len(blocks) == sum(page == name for name, _ in SNIPPETS), "tell SNIPPETS how many blocks of Python there are"
     monkeypatch.chdir(tmp_path)
-    exec(compile(blocks[number], f"README.md, block {number}", "exec"), {})
+    exec(compile(blocks[number], f"{page}, block {number}", "exec"), {})

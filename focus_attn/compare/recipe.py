@@ -210,15 +210,19 @@ def recipe_names() -> list[str]:
 
 
 def _like(training: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """`like: NAME` stands for what the training recipe NAME.yaml says, here or one folder up; the rest changes it."""
+    """`like: NAME` stands for what the training recipe NAME.yaml says, beside this file or one of the repository's; the
+    rest changes it."""
     name = training.pop("like", None)
     if name is None:
         return training
-    for file in (folder / "training" / f"{name}.yaml", folder.parent / f"{name}.yaml"):
-        if file.is_file():
-            recipe = _yaml().safe_load(file.read_text(encoding="utf-8"))
-            return merged({key: recipe[key] for key in recipe if key not in NOT_LIKE}, training)
-    raise ValueError(f"`training.like`: no training recipe {name!r} in {str(folder / 'training')!r} or one folder up")
+    for place in (folder, *FOLDERS):
+        for file in (place / "training" / f"{name}.yaml", place.parent / f"{name}.yaml"):
+            if file.is_file():
+                recipe = _yaml().safe_load(file.read_text(encoding="utf-8"))
+                return merged({key: recipe[key] for key in recipe if key not in NOT_LIKE}, training)
+    raise ValueError(
+        f"`training.like`: no training recipe {name!r} in {str(folder / 'training')!r}, one folder up or in recipes/"
+    )
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from focus_attn.adapters import CONFIG_FILE, WEIGHTS_FILE
 from focus_attn.evaluation.summary import BASE
 from focus_attn.generation import load
 from focus_attn.model import FocusModel
@@ -80,6 +81,6 @@ def short_names(folders: Sequence[Path]) -> list[str]:
 
 
 def adapter_digest(folder: Path) -> str:
-    """What tells one adapter from another."""
-    files = sorted(file for file in folder.iterdir() if file.suffix in (".json", ".safetensors"))
+    """What tells one adapter from another: the adapter itself, not what a run wrote beside it."""
+    files = (folder / CONFIG_FILE, folder / WEIGHTS_FILE)
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
