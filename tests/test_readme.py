@@ -9,10 +9,16 @@ import torch
 from tiny import ARCHITECTURES, SPARSE, tiny_config, tiny_model, tokens
 
 from focus_attn import FocusConfig, get_focus_model
+from focus_attn.compare import Comparison
+from focus_attn.training import Recipe
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 SNIPPETS = [("README.md", number) for number in range(4)] + [("docs/using.md", number) for number in range(5)]
+
+
+def blocks_of(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
 def attention_kind(architecture: str) -> str:
@@ -74,7 +80,16 @@ def test_the_support_table_is_what_the_tests_find() -> None:
 
 @pytest.mark.parametrize(("page", "number"), SNIPPETS)
 def test_the_python_of_the_pages_runs(page: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    blocks = blocks_of(page, "python")
     assert len(blocks) == sum(page == name for name, _ in SNIPPETS), "tell SNIPPETS how many blocks of Python there are"
     monkeypatch.chdir(tmp_path)
     exec(compile(blocks[number], f"{page}, block {number}", "exec"), {})
+
+
+@pytest.mark.parametrize(("page", "kind"), [("docs/training.md", Recipe), ("docs/compare.md", Comparison)])
+def test_the_yaml_of_the_pages_reads(page: str, kind: type[Recipe] | type[Comparison], tmp_path: Path) -> None:
+    blocks = blocks_of(page, "yaml")
+    assert blocks
+    for block in blocks:
+        (tmp_path / "mine.yaml").write_text(block)
+        kind.from_yaml(tmp_path / "mine.yaml")
