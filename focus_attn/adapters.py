@@ -6,7 +6,8 @@ import hashlib
 import json
 import os
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,29 @@ class Adapter:
     config: FocusConfig
     base: BaseModel
     tensors: dict[str, Tensor]  # layers.<index>.<projection | centroids | bias>
+
+    def changed(self, changes: Mapping[str, Any] | None) -> Adapter:
+        """The same routers under another config: its fields that their tensors do not depend on."""
+        if not changes:
+            return self
+        if wrong := [name for name in _SHAPING if name in changes and changes[name] != getattr(self.config, name)]:
+            raise ValueError(
+                f"`changes` cannot have {wrong[0]!r}: {_SHAPING[wrong[0]]}; this adapter has "
+                f"{getattr(self.config, wrong[0])!r}"
+            )
+        return replace(self, config=FocusConfig.from_dict({**self.config.to_dict(), **changes}))
+
+
+# Fields that say which tensors there are, or how large.
+_SHAPING = {
+    **dict.fromkeys(
+        ("num_groups", "router_dim", "router_scope", "shared_router"), "routers have to be trained with it"
+    ),
+    **dict.fromkeys(
+        ("dense_layers", "sliding_layers"),
+        "it says which layers have routers (to let a layer see everything name its heads in `dense_heads`)",
+    ),
+}
 
 
 def write_adapter(adapter: Adapter, folder: str | os.PathLike[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -270,9 +270,18 @@ class FocusModel(nn.Module, PushToHubMixin):
                 del layer.routers[adapter_name]
         del self._state.configs[adapter_name], self._state.tags[adapter_name]
 
-    def load_adapter(self, source: str | os.PathLike[str], adapter_name: str, **hub_options: Any) -> None:
-        """Read an adapter from a folder or the Hub beside those there are. A bad file changes nothing."""
-        adapter = read_adapter(source, **hub_options)
+    def load_adapter(
+        self,
+        source: str | os.PathLike[str],
+        adapter_name: str,
+        changes: Mapping[str, Any] | None = None,
+        **hub_options: Any,
+    ) -> None:
+        """Read an adapter from a folder or the Hub beside those there are. A bad file changes nothing.
+
+        changes: fields of its config to serve it with instead, as in `from_pretrained`.
+        """
+        adapter = read_adapter(source, **hub_options).changed(changes)
         check_fits(adapter, describe_base(self.base_model), self._attached().specs)
         self.add_adapter(adapter_name, adapter.config)
         self._copy_tensors(adapter, adapter_name)
@@ -313,10 +322,15 @@ class FocusModel(nn.Module, PushToHubMixin):
         model: nn.Module,
         source: str | os.PathLike[str],
         adapter_name: str = "default",
+        changes: Mapping[str, Any] | None = None,
         **hub_options: Any,
     ) -> FocusModel:
-        """Put a saved adapter on a base model. With a bad file the base model stays untouched."""
-        adapter = read_adapter(source, **hub_options)
+        """Put a saved adapter on a base model. With a bad file the base model stays untouched.
+
+        changes: fields of its config to serve it with instead, such as `window`, `num_sinks`, `dense_heads`, `backend`:
+            the same routers, more pairs or fewer.
+        """
+        adapter = read_adapter(source, **hub_options).changed(changes)
         check_fits(adapter, describe_base(model), Seam(model).specs)
         focus = cls(model, adapter.config, adapter_name)
         focus._copy_tensors(adapter, adapter_name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -245,6 +246,40 @@ def test_several_adapters_on_one_base_model(saved):
     model.set_adapter("default")
     assert torch.equal(logits(model, ids), default)
     assert list(model.adapters) == ["default", "law", "saved"]
+
+
+def test_an_adapter_may_be_served_otherwise(saved, tmp_path):
+    ids = tokens(length=40)
+    everything = {"window": 64}
+    model = FocusModel.from_pretrained(tiny_model(), saved, changes=everything)
+    assert model.focus_config == dataclasses.replace(SPARSE, window=64)
+    with model.disable_focus():
+        dense = logits(model, ids)
+    assert torch.allclose(logits(model, ids), dense, atol=1e-5)
+    model.load_adapter(saved, "opened", changes={"dense_heads": [[0, 1]]})
+    model.set_adapter("opened")
+    assert not torch.allclose(logits(model, ids), dense, atol=1e-3)
+    assert model.focus_layers()[0].router.dense_heads == (1,)
+    model.save_pretrained(tmp_path / "opened")
+    again = FocusModel.from_pretrained(tiny_model(), tmp_path / "opened")
+    assert torch.equal(logits(again, ids), logits(model, ids)), "what was changed is saved with it"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"windw": 3}, "unknown FocusConfig field"),
+        ({"window": -1}, "window"),
+        ({"num_groups": 99}, "`changes`.*num_groups.*train"),
+        ({"dense_layers": [0]}, "`changes`.*dense_layers.*dense_heads"),
+    ],
+)
+def test_changes_that_an_adapter_cannot_take(changes, words, saved):
+    base, ids = tiny_model(), tokens()
+    before = logits(base, ids)
+    with pytest.raises(ValueError, match=words):
+        FocusModel.from_pretrained(base, saved, changes=changes)
+    assert torch.equal(logits(base, ids), before) and not hasattr(base.model.layers[0].self_attn, "focus")
 
 
 def test_only_the_active_adapter_is_trainable():

@@ -14,7 +14,7 @@ from focus_attn.training import Recipe
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-SNIPPETS = [("README.md", number) for number in range(4)] + [("docs/using.md", number) for number in range(5)]
+SNIPPETS = [("README.md", number) for number in range(4)] + [("docs/using.md", number) for number in range(6)]
 
 
 def blocks_of(page: str, language: str) -> list[str]:

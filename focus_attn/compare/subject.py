@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import hashlib
 import json
 import math
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -18,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from focus_attn.adapters import CONFIG_FILE, read_adapter, write_adapter
+from focus_attn.adapters import CONFIG_FILE
 from focus_attn.baselines.seam import Baseline, use_baseline
 from focus_attn.compare.data import Texts
 from focus_attn.compare.peer import make_peer
@@ -86,7 +84,8 @@ class Workshop:
         if method.focus is not None:
             return self._train_focus(method, seed)
         if method.adapter is not None:
-            focus = _served(copy.deepcopy(self.model), find_adapter(method.adapters[seed]), method.serve)
+            base = copy.deepcopy(self.model)
+            focus = FocusModel.from_pretrained(base, find_adapter(method.adapters[seed]), changes=method.serve)
             return Subject(focus, focus.get_nb_trainable_parameters()[0])
         return Subject(self.model)
 
@@ -139,7 +138,7 @@ class Workshop:
             "seconds_of_last_call": round(record["seconds"], 1),
             "curve": _curve(run / "log.jsonl"),
         }
-        return Subject(_served(base, run, method.serve), parameters, took)
+        return Subject(FocusModel.from_pretrained(base, run, changes=method.serve), parameters, took)
 
     def _tune(self, method: Method, seed: int) -> Subject:
         """LoRA, DoRA or full fine-tuning under whatever the row attends with."""
@@ -223,17 +222,6 @@ def focus_config(method: Method, usual: Mapping[str, Any]) -> FocusConfig:
 def digest(parts: Any) -> str:
     """A short name for all that defines something."""
     return hashlib.sha256(json.dumps(plain(parts), sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _served(base: nn.Module, folder: Path, changes: Mapping[str, Any]) -> FocusModel:
-    """An adapter on its base, with fields of its config changed that its tensors do not depend on."""
-    if not changes:
-        return FocusModel.from_pretrained(base, folder)
-    adapter = read_adapter(folder)
-    config = FocusConfig.from_dict({**adapter.config.to_dict(), **changes})
-    with tempfile.TemporaryDirectory() as changed:
-        write_adapter(dataclasses.replace(adapter, config=config), changed)
-        return FocusModel.from_pretrained(base, changed)
 
 
 def _curve(log: Path) -> list[dict[str, float]]:
