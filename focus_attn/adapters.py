@@ -18,13 +18,15 @@ from torch import Tensor, nn
 
 from focus_attn.config import FocusConfig
 from focus_attn.hf import text_config
-from focus_attn.layer import LayerSpec
+from focus_attn.layer import LayerSpec, check_layers
 from focus_attn.version import __version__
 
 CONFIG_FILE = "focus_config.json"
 WEIGHTS_FILE = "focus_model.safetensors"
 BASE_FOLDER = "base_model"  # beside them, where the model's own weights were trained with the routers
 FORMAT_VERSION = 1
+# Fields of a config that say which tensors there are, or how large they are; `dense_layers` says it too.
+SHAPING = ("num_groups", "router_dim", "router_scope", "shared_router", "sliding_layers")
 
 
 @dataclass(frozen=True)
@@ -44,27 +46,22 @@ class Adapter:
     tensors: dict[str, Tensor]  # layers.<index>.<projection | centroids | bias>
 
     def changed(self, changes: Mapping[str, Any] | None) -> Adapter:
-        """The same routers under another config: its fields that their tensors do not depend on."""
+        """The same routers under another config: whatever asks for no other tensors."""
         if not changes:
             return self
-        if wrong := [name for name in _SHAPING if name in changes and changes[name] != getattr(self.config, name)]:
+        if not isinstance(changes, Mapping):
+            raise TypeError(f"`changes` are fields of a FocusConfig and their values, got {changes!r}")
+        if wrong := [name for name in SHAPING if name in changes and changes[name] != getattr(self.config, name)]:
             raise ValueError(
-                f"`changes` cannot have {wrong[0]!r}: {_SHAPING[wrong[0]]}; this adapter has "
+                f"`changes` cannot have {wrong[0]!r}, routers have to be trained with it: this adapter has "
                 f"{getattr(self.config, wrong[0])!r}"
             )
-        return replace(self, config=FocusConfig.from_dict({**self.config.to_dict(), **changes}))
-
-
-# Fields that say which tensors there are, or how large.
-_SHAPING = {
-    **dict.fromkeys(
-        ("num_groups", "router_dim", "router_scope", "shared_router"), "routers have to be trained with it"
-    ),
-    **dict.fromkeys(
-        ("dense_layers", "sliding_layers"),
-        "it says which layers have routers (to let a layer see everything name its heads in `dense_heads`)",
-    ),
-}
+        config = FocusConfig.from_dict({**self.config.to_dict(), **changes})
+        dense, before = ({index % self.base.num_layers for index in c.dense_layers} for c in (config, self.config))
+        if lost := sorted(before - dense):
+            raise ValueError(f"`changes` cannot take {lost[0]} out of `dense_layers`: the adapter has no router there")
+        kept = {name: tensor for name, tensor in self.tensors.items() if int(name.split(".")[1]) not in dense}
+        return replace(self, config=config, tensors=kept)
 
 
 def write_adapter(adapter: Adapter, folder: str | os.PathLike[str]) -> None:
@@ -173,6 +170,7 @@ def check_fits(adapter: Adapter, base: BaseModel, specs: list[LayerSpec]) -> Non
             raise ValueError(
                 f"this adapter was made for {adapter.base.name!r} with `{field}` {theirs!r}; the model has {ours!r}"
             )
+    check_layers(adapter.config, specs, base.num_layers)
     expected = _expected_shapes(adapter.config, specs, base.num_layers)
     missing, foreign = sorted(set(expected) - set(adapter.tensors)), sorted(set(adapter.tensors) - set(expected))
     if missing or foreign:

@@ -265,13 +265,24 @@ def test_an_adapter_may_be_served_otherwise(saved, tmp_path):
     assert torch.equal(logits(again, ids), logits(model, ids)), "what was changed is saved with it"
 
 
+def test_layers_may_be_left_dense_later_and_not_the_other_way(saved, tmp_path):
+    model = FocusModel.from_pretrained(tiny_model(), saved, changes={"dense_layers": [-1]})
+    assert [layer.router is None for layer in model.focus_layers()] == [False, True]
+    model.save_pretrained(tmp_path / "half")
+    with pytest.raises(ValueError, match=r"cannot take 1 out of `dense_layers`"):
+        FocusModel.from_pretrained(tiny_model(), tmp_path / "half", changes={"dense_layers": []})
+    with pytest.raises(TypeError, match="`changes` are fields"):
+        FocusModel.from_pretrained(tiny_model(), saved, changes="window")
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"windw": 3}, "unknown FocusConfig field"),
         ({"window": -1}, "window"),
         ({"num_groups": 99}, "`changes`.*num_groups.*train"),
-        ({"dense_layers": [0]}, "`changes`.*dense_layers.*dense_heads"),
+        ({"dense_heads": [[0, 7]]}, "`dense_heads` names head 7 of layer 0"),
+        ({"dense_layers": [0, 1]}, "would do nothing"),
     ],
 )
 def test_changes_that_an_adapter_cannot_take(changes, words, saved):
