@@ -18,14 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from adapter_figures import blocks, documents, load_default_on
+from adapter_figures import blocks, documents
 
 from focus_attn import FocusModel
+from focus_attn.bench.options import read_device
 from focus_attn.bench.record import write_json
 from focus_attn.evaluation.perplexity import block_perplexity
 from focus_attn.evaluation.requests import Requests
 from focus_attn.evaluation.retrieval import retrieval
 from focus_attn.evaluation.scoring import BATCH_TOKENS, Scorer
+from focus_attn.generation import load
 from focus_attn.router import Routing
 from focus_attn.text import read_text
 from focus_attn.training.balance import routed_layers
@@ -49,7 +51,9 @@ def answer_loss(asked: Requests) -> Loss:
 
     @torch.no_grad()
     def of(model: FocusModel) -> float:
-        scorer = Scorer(model, asked, None, BATCH_TOKENS[next(model.parameters()).device.type], share_prefixes=True)
+        room = BATCH_TOKENS.get(next(model.parameters()).device.type, BATCH_TOKENS["cpu"])
+        scorer = Scorer(model, asked, None, room, share_prefixes=True)
+        scorer.check(asked.items)
         found = [score["scores"][0][0] for batch in scorer.run(asked.items) for _, score in batch]
         return -sum(found) / len(found)
 
@@ -101,8 +105,9 @@ def measure(model: FocusModel, ask: Loss) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a Hugging Face name or folder; by default the embedded model")
     parser.add_argument("--adapter", required=True, help="a folder, or the name of a shipped adapter")
-    parser.add_argument("--text", type=Path, required=True, help="a text file, a folder of them, or NAME.npy")
+    parser.add_argument("--text", type=Path, required=True, help="a file, a folder of them, or, of ids, NAME.npy")
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--retrieval", choices=("needle", "multi_key"), help="ask for facts hidden in the text")
@@ -111,16 +116,20 @@ def main() -> None:
     parser.add_argument("--device")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
-    model, tokenizer = load_default_on(options.device)
-    model = FocusModel.from_pretrained(model, find_adapter(options.adapter))
+    device = read_device(options.device)
+    model, tokenizer = load(options.model, None, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    model = FocusModel.from_pretrained(model.to(device).eval(), find_adapter(options.adapter))
     asked: dict[str, Any] = {"adapter": Path(options.adapter).name, "length": options.length}
     if options.retrieval:
-        texts, each = read_text(options.text), options.items
-        hidden = retrieval(tokenizer, options.retrieval, texts, [options.length], DEPTHS, each, options.seed)
-        asked |= {"retrieval": options.retrieval, "items": len(hidden.items)}
+        each = options.items
+        hidden = retrieval(
+            tokenizer, options.retrieval, read_text(options.text), [options.length], DEPTHS, each, options.seed
+        )
+        asked |= {"retrieval": options.retrieval, "items": len(hidden.items), "seed": options.seed}
         ask = answer_loss(hidden)
     else:
-        ids = blocks(documents(options.text, tokenizer), options.length, options.blocks)
+        texts = documents(options.text, tokenizer)
+        ids = blocks(texts, options.length, options.blocks, None if options.text.suffix == ".npy" else tokenizer)
         asked |= {"blocks": len(ids)}
         ask = text_loss(ids)
     write_json(options.json, {**asked, **measure(model, ask)})

@@ -25,8 +25,6 @@ CONFIG_FILE = "focus_config.json"
 WEIGHTS_FILE = "focus_model.safetensors"
 BASE_FOLDER = "base_model"  # beside them, where the model's own weights were trained with the routers
 FORMAT_VERSION = 1
-# Fields of a config that say which tensors there are, or how large they are; `dense_layers` says it too.
-SHAPING = ("num_groups", "router_dim", "router_scope", "shared_router", "sliding_layers")
 
 
 @dataclass(frozen=True)
@@ -44,24 +42,6 @@ class Adapter:
     config: FocusConfig
     base: BaseModel
     tensors: dict[str, Tensor]  # layers.<index>.<projection | centroids | bias>
-
-    def changed(self, changes: Mapping[str, Any] | None) -> Adapter:
-        """The same routers under another config: whatever asks for no other tensors."""
-        if not changes:
-            return self
-        if not isinstance(changes, Mapping):
-            raise TypeError(f"`changes` are fields of a FocusConfig and their values, got {changes!r}")
-        if wrong := [name for name in SHAPING if name in changes and changes[name] != getattr(self.config, name)]:
-            raise ValueError(
-                f"`changes` cannot have {wrong[0]!r}, routers have to be trained with it: this adapter has "
-                f"{getattr(self.config, wrong[0])!r}"
-            )
-        config = FocusConfig.from_dict({**self.config.to_dict(), **changes})
-        dense, before = ({index % self.base.num_layers for index in c.dense_layers} for c in (config, self.config))
-        if lost := sorted(before - dense):
-            raise ValueError(f"`changes` cannot take {lost[0]} out of `dense_layers`: the adapter has no router there")
-        kept = {name: tensor for name, tensor in self.tensors.items() if int(name.split(".")[1]) not in dense}
-        return replace(self, config=config, tensors=kept)
 
 
 def write_adapter(adapter: Adapter, folder: str | os.PathLike[str]) -> None:
@@ -184,6 +164,36 @@ def check_fits(adapter: Adapter, base: BaseModel, specs: list[LayerSpec]) -> Non
         if tensor.dtype != torch.float32:
             raise ValueError(f"tensor {name!r} is {tensor.dtype}; routers are float32")
     check_finite(adapter)
+
+
+def served_with(
+    adapter: Adapter, changes: Mapping[str, Any] | None, base: BaseModel, specs: list[LayerSpec]
+) -> Adapter:
+    """The same routers, checked, under a config with some of its fields changed: whatever they are enough for."""
+    check_fits(adapter, base, specs)
+    if not changes:
+        return adapter
+    if not isinstance(changes, Mapping):
+        raise TypeError(f"`changes` are fields of a FocusConfig and their values, got {changes!r}")
+    num_layers, before = base.num_layers, adapter.config
+    config = FocusConfig.from_dict({**before.to_dict(), **changes})
+    dense = {index % num_layers for index in config.dense_layers}
+    if "dense_heads" not in changes:  # those of layers that are dense as a whole now need no mention
+        config = replace(
+            config, dense_heads=tuple(one for one in before.dense_heads if one[0] % num_layers not in dense)
+        )
+    check_layers(config, specs, num_layers)
+    opened, now = ({(layer % num_layers, head) for layer, head in c.dense_heads} for c in (before, config))
+    if closed := sorted(one for one in opened - now if one[0] not in dense):
+        raise ValueError(
+            f"`changes` cannot take {list(closed[0])} out of `dense_heads`, for its router may be untrained: name it too"
+        )
+    shapes = _expected_shapes(config, specs, num_layers)
+    if missing := sorted(set(shapes) - set(adapter.tensors)):
+        raise ValueError(f"`changes` would route layer {missing[0].split('.')[1]}, where this adapter has no router")
+    if any(adapter.tensors[name].shape != shape for name, shape in shapes.items()):
+        raise ValueError(f"`changes` ({', '.join(changes)}) ask for routers of another shape: train them with it")
+    return replace(adapter, config=config, tensors={name: adapter.tensors[name] for name in shapes})
 
 
 def check_finite(adapter: Adapter) -> None:

@@ -16,7 +16,7 @@ from transformers import pipelines
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import PushToHubMixin
 
-from focus_attn.adapters import Adapter, check_fits, describe_base, read_adapter, tensor_name, write_adapter
+from focus_attn.adapters import Adapter, describe_base, read_adapter, served_with, tensor_name, write_adapter
 from focus_attn.cache import IdsTag
 from focus_attn.config import FocusConfig
 from focus_attn.hf import NO_ATTENTIONS, Seam, execution_device, text_config, warn_if_untested
@@ -281,8 +281,8 @@ class FocusModel(nn.Module, PushToHubMixin):
 
         changes: fields of its config to serve it with instead, as in `from_pretrained`.
         """
-        adapter = read_adapter(source, **hub_options).changed(changes)
-        check_fits(adapter, describe_base(self.base_model), self._attached().specs)
+        found = read_adapter(source, **hub_options)
+        adapter = served_with(found, changes, describe_base(self.base_model), self._attached().specs)
         self.add_adapter(adapter_name, adapter.config)
         self._copy_tensors(adapter, adapter_name)
 
@@ -328,10 +328,9 @@ class FocusModel(nn.Module, PushToHubMixin):
         """Put a saved adapter on a base model. With a bad file the base model stays untouched.
 
         changes: fields of its config to serve it with instead, such as `window`, `num_sinks`, `dense_heads`, `backend`:
-            the same routers, more pairs or fewer.
+            the same routers, more pairs or fewer. A list takes the place of the adapter's own.
         """
-        adapter = read_adapter(source, **hub_options).changed(changes)
-        check_fits(adapter, describe_base(model), Seam(model).specs)
+        adapter = served_with(read_adapter(source, **hub_options), changes, describe_base(model), Seam(model).specs)
         focus = cls(model, adapter.config, adapter_name)
         focus._copy_tensors(adapter, adapter_name)
         return focus

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import re
@@ -250,47 +251,81 @@ def test_several_adapters_on_one_base_model(saved):
 
 def test_an_adapter_may_be_served_otherwise(saved, tmp_path):
     ids = tokens(length=40)
-    everything = {"window": 64}
-    model = FocusModel.from_pretrained(tiny_model(), saved, changes=everything)
-    assert model.focus_config == dataclasses.replace(SPARSE, window=64)
-    with model.disable_focus():
-        dense = logits(model, ids)
-    assert torch.allclose(logits(model, ids), dense, atol=1e-5)
+    model = FocusModel.from_pretrained(tiny_model(), saved, changes={"window": 5})
+    assert model.focus_config == dataclasses.replace(SPARSE, window=5)
+    by_hand = trained_like(get_focus_model(tiny_model(), model.focus_config))
+    assert torch.equal(logits(model, ids), logits(by_hand, ids)), "the saved routers under the other config"
+
+    def open_one(layer, routing):
+        query, key = routing.query_groups.clone(), routing.key_groups.clone()
+        query[:, 1] = key[:, 1] = 0
+        return routing._replace(query_groups=query, key_groups=key) if layer == 0 else routing
+
+    model.load_adapter(saved, "plain")
     model.load_adapter(saved, "opened", changes={"dense_heads": [[0, 1]]})
+    model.set_adapter("plain")
+    plain = logits(model, ids)
+    with model.override_routing(open_one):
+        expected = logits(model, ids)
     model.set_adapter("opened")
-    assert not torch.allclose(logits(model, ids), dense, atol=1e-3)
-    assert model.focus_layers()[0].router.dense_heads == (1,)
+    assert torch.allclose(logits(model, ids), expected, atol=1e-5) and not torch.allclose(plain, expected, atol=1e-3)
     model.save_pretrained(tmp_path / "opened")
     again = FocusModel.from_pretrained(tiny_model(), tmp_path / "opened")
     assert torch.equal(logits(again, ids), logits(model, ids)), "what was changed is saved with it"
+    same = FocusModel.from_pretrained(tiny_model(), saved, changes={"router_scope": "kv_head"})
+    assert same.focus_config.router_scope == "kv_head", "what `auto` was"
 
 
 def test_layers_may_be_left_dense_later_and_not_the_other_way(saved, tmp_path):
-    model = FocusModel.from_pretrained(tiny_model(), saved, changes={"dense_layers": [-1]})
+    opened = FocusModel.from_pretrained(tiny_model(), saved, changes={"dense_heads": [[0, 1], [1, 0]]})
+    opened.save_pretrained(tmp_path / "opened")
+    model = FocusModel.from_pretrained(tiny_model(), tmp_path / "opened", changes={"dense_layers": [-1]})
+    assert model.focus_config.dense_heads == ((0, 1),), "heads of a dense layer need no mention"
     assert [layer.router is None for layer in model.focus_layers()] == [False, True]
+    was = load_file(saved / WEIGHTS_FILE)
+    now = {f"layers.0.{key}": tensor for key, tensor in model.focus_layers()[0].router.state_dict().items()}
+    assert all(torch.equal(was[name], tensor) for name, tensor in now.items())
     model.save_pretrained(tmp_path / "half")
-    with pytest.raises(ValueError, match=r"cannot take 1 out of `dense_layers`"):
+    with pytest.raises(ValueError, match=r"would route layer 1, where this adapter has no router"):
         FocusModel.from_pretrained(tiny_model(), tmp_path / "half", changes={"dense_layers": []})
-    with pytest.raises(TypeError, match="`changes` are fields"):
-        FocusModel.from_pretrained(tiny_model(), saved, changes="window")
+    with pytest.raises(ValueError, match=r"cannot take \[0, 1\] out of `dense_heads`"):
+        FocusModel.from_pretrained(tiny_model(), tmp_path / "opened", changes={"dense_heads": [[1, 0]]})
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "error", "words"),
     [
-        ({"windw": 3}, "unknown FocusConfig field"),
-        ({"window": -1}, "window"),
-        ({"num_groups": 99}, "`changes`.*num_groups.*train"),
-        ({"dense_heads": [[0, 7]]}, "`dense_heads` names head 7 of layer 0"),
-        ({"dense_layers": [0, 1]}, "would do nothing"),
+        ({"windw": 3}, ValueError, "unknown FocusConfig field"),
+        ({"window": -1}, ValueError, "window"),
+        ({"num_groups": 99}, ValueError, "`changes`.*num_groups.*train"),
+        ({"shared_router": True}, ValueError, "`changes`.*shared_router.*train"),
+        ({"router_scope": "layer"}, ValueError, "`changes`.*router_scope.*train"),
+        ({"dense_heads": [[0, 7]]}, ValueError, "`dense_heads` names head 7 of layer 0"),
+        ({"dense_layers": [0, 1]}, ValueError, "would do nothing"),
+        ("window", TypeError, "`changes` are fields"),
     ],
 )
-def test_changes_that_an_adapter_cannot_take(changes, words, saved):
+def test_changes_that_an_adapter_cannot_take(changes, error, words, saved):
     base, ids = tiny_model(), tokens()
     before = logits(base, ids)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(error, match=words):
         FocusModel.from_pretrained(base, saved, changes=changes)
     assert torch.equal(logits(base, ids), before) and not hasattr(base.model.layers[0].self_attn, "focus")
+    model = FocusModel.from_pretrained(base, saved)
+    before = logits(model, ids)
+    with pytest.raises(error, match=words):
+        model.load_adapter(saved, "more", changes=changes)
+    assert set(model.adapters) == {"default"} and torch.equal(logits(model, ids), before)
+
+
+def test_changes_of_a_bad_file_say_what_is_bad(saved):
+    save_file({**load_file(saved / WEIGHTS_FILE), "extra": torch.zeros(1)}, saved / "bad")
+    (saved / "bad").replace(saved / WEIGHTS_FILE)
+    described = json.loads((saved / CONFIG_FILE).read_text())
+    described["weights_sha256"] = hashlib.sha256((saved / WEIGHTS_FILE).read_bytes()).hexdigest()
+    (saved / CONFIG_FILE).write_text(json.dumps(described))
+    with pytest.raises(ValueError, match=r"unexpected \['extra'\]"):
+        FocusModel.from_pretrained(tiny_model(), saved, changes={"dense_layers": [1]})
 
 
 def test_only_the_active_adapter_is_trainable():

@@ -77,7 +77,8 @@ def test_unknown_name_lists_the_known_ones():
         find_recipe("table0")
 
 
-def test_training_like_another_recipe(tmp_path):
+def test_training_like_another_recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "training").mkdir()
     (tmp_path / "training" / "usual.yaml").write_text("name: x\nstages: [{steps: 5, length: 64}]\nprecision: fp32\n")
     file = tmp_path / "mine.yaml"
@@ -85,6 +86,9 @@ def test_training_like_another_recipe(tmp_path):
     assert Comparison.from_yaml(file).training == {"stages": [{"steps": 7, "length": 64}], "precision": "fp32"}
     file.write_text("training: {like: k8}\nmethods: [{name: a, focus: {}}]\n")
     assert Comparison.from_yaml(file).training["focus"]["num_groups"] == 8, "one of the repository's, from anywhere"
+    (tmp_path / "k8.yaml").write_text("focus: {num_groups: 5}\n")
+    assert Comparison.from_yaml(file).training == {"focus": {"num_groups": 5}}, "one's own comes first"
+    assert Comparison.from_yaml("mine.yaml") == Comparison.from_yaml(file)
     file.write_text("training: {like: unusual}\n")
     with pytest.raises(ValueError, match="no training recipe 'unusual'"):
         Comparison.from_yaml(file)

@@ -14,6 +14,7 @@ from focus_attn.compare.recipe import Comparison, Dataset, Method, merged
 
 SHRINK = 8  # lengths and windows are divided by it, so that shares of pairs stay what they are
 TOKENS = ("window", "num_sinks", "keys", "heavy", "recent", "block_size", "length")  # options counted in tokens
+PLACES = ("dense_layers", "dense_heads")  # of a larger model than the tiny one
 NOTE = "QUICK FORM: a tiny random model on Python's documentation, a few steps. The figures mean nothing."
 STEPS = 2
 
@@ -41,7 +42,7 @@ def _small_data(dataset: Dataset) -> Dataset:
 
 
 def _small_method(method: Method, comparison: Comparison) -> Method:
-    focus = None if method.focus is None else {**method.focus, "window": _window(method.focus)}
+    focus = None if method.focus is None else {**_small_counts(method.focus), "window": _window(method.focus)}
     if method.adapter is not None:  # it belongs to another model: random routers stand in for it
         focus = {"window": _window({})}
     return dataclasses.replace(
@@ -79,9 +80,11 @@ def _fewer(values: Mapping[str, Any], most: Mapping[str, int]) -> dict[str, Any]
 
 
 def _small_counts(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Every count of tokens, however deep, divided."""
+    """Every count of tokens, however deep, divided; layers and heads are not named."""
     small: dict[str, Any] = {}
     for name, value in values.items():
+        if name in PLACES:
+            continue
         if isinstance(value, Mapping):
             small[name] = _small_counts(value)
         elif isinstance(value, list | tuple):

@@ -215,8 +215,8 @@ def _like(training: dict[str, Any], folder: Path) -> dict[str, Any]:
     name = training.pop("like", None)
     if name is None:
         return training
-    for place in (folder, *FOLDERS):
-        for file in (place / "training" / f"{name}.yaml", place.parent / f"{name}.yaml"):
+    for place in (folder.resolve(), *FOLDERS):
+        for file in (place / "training" / f"{name}.yaml", place / f"{name}.yaml", place.parent / f"{name}.yaml"):
             if file.is_file():
                 recipe = _yaml().safe_load(file.read_text(encoding="utf-8"))
                 return merged({key: recipe[key] for key in recipe if key not in NOT_LIKE}, training)
