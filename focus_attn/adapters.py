@@ -186,7 +186,7 @@ def served_with(
     opened, now = ({(layer % num_layers, head) for layer, head in c.dense_heads} for c in (before, config))
     if closed := sorted(one for one in opened - now if one[0] not in dense):
         raise ValueError(
-            f"`changes` cannot take {list(closed[0])} out of `dense_heads`, for its router may be untrained: name it too"
+            f"`changes` cannot take {list(closed[0])} out of `dense_heads`: its router may be untrained. Name it too"
         )
     shapes = _expected_shapes(config, specs, num_layers)
     if missing := sorted(set(shapes) - set(adapter.tensors)):
