@@ -23,15 +23,14 @@ from adapter_figures import blocks, documents
 from focus_attn import FocusModel
 from focus_attn.bench.options import read_device
 from focus_attn.bench.record import write_json
+from focus_attn.evaluation.models import load_compared
 from focus_attn.evaluation.perplexity import block_perplexity
 from focus_attn.evaluation.requests import Requests
 from focus_attn.evaluation.retrieval import retrieval
-from focus_attn.evaluation.scoring import BATCH_TOKENS, Scorer
-from focus_attn.generation import load
+from focus_attn.evaluation.scoring import Scorer
 from focus_attn.router import Routing
 from focus_attn.text import read_text
 from focus_attn.training.balance import routed_layers
-from focus_attn.zoo import find_adapter
 
 ALL = slice(None)
 TOGETHER = 6  # layers, and twice as many heads
@@ -51,8 +50,7 @@ def answer_loss(asked: Requests) -> Loss:
 
     @torch.no_grad()
     def of(model: FocusModel) -> float:
-        room = BATCH_TOKENS.get(next(model.parameters()).device.type, BATCH_TOKENS["cpu"])
-        scorer = Scorer(model, asked, None, room, share_prefixes=True)
+        scorer = Scorer(model, asked)
         scorer.check(asked.items)
         found = [score["scores"][0][0] for batch in scorer.run(asked.items) for _, score in batch]
         return -sum(found) / len(found)
@@ -117,19 +115,18 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     device = read_device(options.device)
-    model, tokenizer = load(options.model, None, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    model = FocusModel.from_pretrained(model.to(device).eval(), find_adapter(options.adapter))
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    loaded = load_compared(options.model, [options.adapter], dtype, device)
+    model, tokenizer = loaded.model, loaded.tokenizer
     asked: dict[str, Any] = {"adapter": Path(options.adapter).name, "length": options.length}
     if options.retrieval:
-        each = options.items
-        hidden = retrieval(
-            tokenizer, options.retrieval, read_text(options.text), [options.length], DEPTHS, each, options.seed
-        )
+        texts, lengths = read_text(options.text), [options.length]
+        hidden = retrieval(tokenizer, options.retrieval, texts, lengths, DEPTHS, options.items, options.seed)
         asked |= {"retrieval": options.retrieval, "items": len(hidden.items), "seed": options.seed}
         ask = answer_loss(hidden)
     else:
-        texts = documents(options.text, tokenizer)
-        ids = blocks(texts, options.length, options.blocks, None if options.text.suffix == ".npy" else tokenizer)
+        begins = None if options.text.suffix == ".npy" else tokenizer
+        ids = blocks(documents(options.text, tokenizer), options.length, options.blocks, begins)
         asked |= {"blocks": len(ids)}
         ask = text_loss(ids)
     write_json(options.json, {**asked, **measure(model, ask)})

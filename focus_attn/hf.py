@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from focus_attn import falcon
 from focus_attn.attend import attend
@@ -145,6 +146,25 @@ def execution_device(module: nn.Module) -> torch.device:
             return torch.device(device)
     tensors = [*module.parameters(), *module.buffers()]
     return next((x.device for x in tensors if x.device.type != "meta"), torch.device("cpu"))
+
+
+def is_checkpointed(module: nn.Module) -> bool:
+    return isinstance(module, GradientCheckpointingLayer) and bool(module.gradient_checkpointing)
+
+
+def checkpoint_in_eval_mode(layer: nn.Module) -> list[Any]:
+    """transformers checkpoints a layer only in training mode, where dropout would come to life. So the layer is in
+    training mode when it is called and in eval mode while it computes."""
+    layer.training = True
+    return [layer.register_forward_pre_hook(_to_eval), layer.register_forward_hook(_to_train, always_call=True)]
+
+
+def _to_eval(layer: nn.Module, *_: Any) -> None:
+    layer.training = False
+
+
+def _to_train(layer: nn.Module, *_: Any) -> None:
+    layer.training = True
 
 
 class Seam:

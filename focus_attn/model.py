@@ -13,13 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import pipelines
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import PushToHubMixin
 
 from focus_attn.adapters import Adapter, describe_base, read_adapter, served_with, tensor_name, write_adapter
 from focus_attn.cache import IdsTag
 from focus_attn.config import FocusConfig
-from focus_attn.hf import NO_ATTENTIONS, Seam, execution_device, text_config, warn_if_untested
+from focus_attn.hf import (
+    NO_ATTENTIONS,
+    Seam,
+    checkpoint_in_eval_mode,
+    execution_device,
+    is_checkpointed,
+    text_config,
+    warn_if_untested,
+)
 from focus_attn.layer import AttentionInputs, FocusLayer, FocusState, Probing, check_layers
 from focus_attn.router import Routing
 from focus_attn.stats import Stats
@@ -196,8 +203,8 @@ class FocusModel(nn.Module, PushToHubMixin):
         for module in self.base_model.modules():
             if tuners is not None and isinstance(module, tuners.BaseTunerLayer):
                 module.train(mode)
-            if mode and isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
-                self._checkpoint_hooks += _checkpoint_in_eval_mode(module)
+            if mode and is_checkpointed(module):
+                self._checkpoint_hooks += checkpoint_in_eval_mode(module)
         return self
 
     def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
@@ -375,21 +382,6 @@ class FocusModel(nn.Module, PushToHubMixin):
 def _layers_of(module: nn.Module) -> list[FocusLayer]:
     """The module's FocusLayer, and the copies that peft makes of a module to save."""
     return [part for part in module.focus.modules() if isinstance(part, FocusLayer)]  # type: ignore[operator,union-attr]
-
-
-def _checkpoint_in_eval_mode(layer: nn.Module) -> list[Any]:
-    """transformers checkpoints a layer only in training mode, where dropout would come to life. So the layer is in
-    training mode when it is called and in eval mode while it computes."""
-    layer.training = True
-    return [layer.register_forward_pre_hook(_to_eval), layer.register_forward_hook(_to_train, always_call=True)]
-
-
-def _to_eval(layer: nn.Module, *_: Any) -> None:
-    layer.training = False
-
-
-def _to_train(layer: nn.Module, *_: Any) -> None:
-    layer.training = True
 
 
 def _check_adapter(adapter_name: str, config: FocusConfig, seam: Seam, num_layers: int) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import SPARSE, tiny_model, tokens
+from tiny import SPARSE, opened, tiny_model, tokens
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from focus_attn import FocusConfig, FocusModel, get_focus_model
@@ -255,17 +255,11 @@ def test_an_adapter_may_be_served_otherwise(saved, tmp_path):
     assert model.focus_config == dataclasses.replace(SPARSE, window=5)
     by_hand = trained_like(get_focus_model(tiny_model(), model.focus_config))
     assert torch.equal(logits(model, ids), logits(by_hand, ids)), "the saved routers under the other config"
-
-    def open_one(layer, routing):
-        query, key = routing.query_groups.clone(), routing.key_groups.clone()
-        query[:, 1] = key[:, 1] = 0
-        return routing._replace(query_groups=query, key_groups=key) if layer == 0 else routing
-
     model.load_adapter(saved, "plain")
     model.load_adapter(saved, "opened", changes={"dense_heads": [[0, 1]]})
     model.set_adapter("plain")
     plain = logits(model, ids)
-    with model.override_routing(open_one):
+    with opened(model, layer=0, head=1):
         expected = logits(model, ids)
     model.set_adapter("opened")
     assert torch.allclose(logits(model, ids), expected, atol=1e-5) and not torch.allclose(plain, expected, atol=1e-3)

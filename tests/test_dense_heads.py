@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from accelerate import cpu_offload
-from tiny import EXACT, focus, logits, tiny_model, tokenizer_with_bos, tokens
+from tiny import EXACT, focus, logits, opened, tiny_model, tokenizer_with_bos, tokens
 
 from focus_attn import FocusConfig, FocusModel, get_focus_model
 from focus_attn.compare.groups import describe_groups
@@ -24,18 +24,6 @@ from focus_attn.visibility import Pattern
 
 CONFIG = FocusConfig(num_groups=4, window=3, num_sinks=1, router_dim=8, dense_heads=((0, 1),))
 WITHOUT = dataclasses.replace(CONFIG, dense_heads=())
-
-
-def opened(model, layer=0, head=1):
-    """The model's logits with the head opened from outside, whatever its routers say."""
-
-    def choose(at, routing):
-        query, key = routing.query_groups.clone(), routing.key_groups.clone()
-        if at == layer:
-            query[:, head] = key[:, head] = 0
-        return routing._replace(query_groups=query, key_groups=key)
-
-    return model.override_routing(choose)
 
 
 @pytest.mark.parametrize("changes", [{}, {"query_top_k": 2}, {"key_top_k": 2}, {"shared_router": True}])

@@ -120,3 +120,15 @@ def tokenizer_with_bos() -> tuple[PreTrainedTokenizerBase, int]:
     special = [("<end>", tokenizer.bos_token_id)]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<end> $A", special_tokens=special)
     return tokenizer, tokenizer.bos_token_id
+
+
+def opened(model, layer=0, head=1):
+    """Inside, the head sees everything, whatever its router says."""
+
+    def choose(at, routing):
+        query, key = routing.query_groups.clone(), routing.key_groups.clone()
+        if at == layer:
+            query[:, head] = key[:, head] = 0
+        return routing._replace(query_groups=query, key_groups=key)
+
+    return model.override_routing(choose)

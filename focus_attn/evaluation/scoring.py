@@ -55,8 +55,6 @@ def score(
         raise ValueError("the routing of this adapter sees later tokens (`paper_leaky`): its scores would mean nothing")
     if missing := [item for item in requests.items if not item.context]:
         raise ValueError(f"item {missing[0].item!r} of {missing[0].task!r} has no tokens: this file is for the metrics")
-    device = next(model.parameters()).device
-    batch_tokens = batch_tokens or BATCH_TOKENS.get(device.type, BATCH_TOKENS["cpu"])
     scorer = Scorer(model, requests, tokenizer, batch_tokens, share_prefixes)
     left = [item for item in requests.items if item.key not in scores.scores]
     scorer.check(left)
@@ -81,15 +79,16 @@ class Scorer:
         self,
         model: nn.Module,
         requests: Requests,
-        tokenizer: PreTrainedTokenizerBase | None,
-        batch_tokens: int,
-        share_prefixes: bool,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        batch_tokens: int | None = None,
+        share_prefixes: bool = True,
     ) -> None:
         self.model, self.requests, self.tokenizer = model, requests, tokenizer
-        self.batch_tokens, self.share_prefixes = batch_tokens, share_prefixes
+        self.share_prefixes = share_prefixes
         self.focus = model if isinstance(model, FocusModel) else None
         self.lm: Any = self.focus.base_model if self.focus else model
         self.device = next(model.parameters()).device
+        self.batch_tokens = batch_tokens or BATCH_TOKENS.get(self.device.type, BATCH_TOKENS["cpu"])
 
     def check(self, items: Sequence[Item]) -> None:
         """Before anything runs: ids that the model has, lengths that it reaches, a tokenizer where one is needed."""
