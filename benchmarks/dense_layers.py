@@ -4,8 +4,9 @@
     python benchmarks/dense_layers.py --adapter runs/k8 --text books/train --retrieval multi_key --length 1024 \
         --json needle_layers.json
 
-The loss is that of the text, or with --retrieval that of answers to what was hidden in it, as in `focus eval`. It is
-a choice that comes of this, `dense_layers` or `dense_heads` of a recipe, so ask text that the adapter is not judged by.
+The loss is that of the text, or with --retrieval that of answers to what was hidden in it, as in `focus eval`; where
+those are several strings in any order, that of what the base model writes, as far as it is right. It is a choice
+that comes of this, `dense_layers` or `dense_heads` of a recipe, so ask text that the adapter is not judged by.
 What they give back one by one does not add up: the last rows open the best ones together.
 """
 
@@ -14,11 +15,13 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from adapter_figures import blocks, documents
+from transformers import PreTrainedTokenizerBase
 
 from focus_attn import FocusModel
 from focus_attn.bench.options import read_device
@@ -26,7 +29,7 @@ from focus_attn.bench.record import write_json
 from focus_attn.evaluation.models import load_compared
 from focus_attn.evaluation.perplexity import block_perplexity
 from focus_attn.evaluation.requests import Requests
-from focus_attn.evaluation.retrieval import retrieval
+from focus_attn.evaluation.retrieval import KINDS, SPREAD, retrieval
 from focus_attn.evaluation.scoring import Scorer
 from focus_attn.router import Routing
 from focus_attn.text import read_text
@@ -56,6 +59,24 @@ def answer_loss(asked: Requests) -> Loss:
         return -sum(found) / len(found)
 
     return of
+
+
+@torch.no_grad()
+def right_answers(model: FocusModel, asked: Requests, tokenizer: PreTrainedTokenizerBase) -> Requests:
+    """Items whose answers are generated, as those with one answer: what the model writes without Focus, up to the last
+    string that was asked for. Those where it finds fewer than two are left out: there is nothing to lose."""
+    with model.disable_focus():
+        written = dict(pair for batch in Scorer(model, asked, tokenizer).run(asked.items) for pair in batch)
+    items = []
+    for item in asked.items:
+        text = written[item.key]["text"]
+        ends = [at + len(one) for one in item.answer["strings"] if (at := text.find(one)) >= 0]
+        if len(ends) > 1:
+            answer = tokenizer.encode(text[: max(ends)], add_special_tokens=False)
+            items.append(replace(item, kind="loglikelihood", continuations=[answer], options={}))
+    if not items:
+        raise SystemExit("the base model finds nothing to compare with: ask for more --items, or a shorter --length")
+    return Requests(asked.tasks, items)
 
 
 def measure(model: FocusModel, ask: Loss) -> dict[str, Any]:
@@ -108,7 +129,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True, help="a file, a folder of them, or, of ids, NAME.npy")
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--blocks", type=int, default=6)
-    parser.add_argument("--retrieval", choices=("needle", "multi_key"), help="ask for facts hidden in the text")
+    parser.add_argument("--retrieval", choices=KINDS, help="ask for facts hidden in the text")
     parser.add_argument("--items", type=int, default=10, help="with --retrieval: at each of four depths")
     parser.add_argument("--seed", type=int, default=3000, help="of those items")
     parser.add_argument("--device")
@@ -122,6 +143,8 @@ def main() -> None:
     if options.retrieval:
         texts, lengths = read_text(options.text), [options.length]
         hidden = retrieval(tokenizer, options.retrieval, texts, lengths, DEPTHS, options.items, options.seed)
+        if options.retrieval in SPREAD:
+            hidden = right_answers(model, hidden, tokenizer)
         asked |= {"retrieval": options.retrieval, "items": len(hidden.items), "seed": options.seed}
         ask = answer_loss(hidden)
     else:
