@@ -33,6 +33,18 @@ def test_quick_form_of_a_recipe(tmp_path):
     assert json.loads((tmp_path / "again.json").read_text())["rows"] == written["rows"]
 
 
+def test_quick_form_of_an_adapter_beside_a_peer(tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(
+        "name: mine\ntiming: false\ndata: {prose: {lengths: [1024], blocks: 2}}\n"
+        "methods: [{name: ours, adapter: k8}, {name: near, attention: window, budget: ours}]\n"
+    )
+    answer = focus(recipe, "--quick", "--out", tmp_path / "cells", "--json", tmp_path / "all.json")
+    assert answer.exit_code == 0, answer.output
+    rows = json.loads((tmp_path / "all.json").read_text())["rows"]
+    assert {row["name"] for row in rows} == {"ours", "near", "full attention"}
+
+
 def test_texts_are_written_as_tokens_and_read_back(tmp_path):
     (tmp_path / "text.txt").write_text("The whale is white, and the sea is wide. " * 200)
     recipe = tmp_path / "mine.yaml"

@@ -17,6 +17,7 @@ TOKENS = ("window", "num_sinks", "keys", "heavy", "recent", "block_size", "lengt
 PLACES = ("dense_layers", "dense_heads")  # of a larger model than the tiny one
 NOTE = "QUICK FORM: a tiny random model on Python's documentation, a few steps. The figures mean nothing."
 STEPS = 2
+STAND_IN = {"steps": STEPS, "length": 128, "sequences": 1, "warmup": 1}
 
 
 def quick(comparison: Comparison) -> Comparison:
@@ -43,14 +44,15 @@ def _small_data(dataset: Dataset) -> Dataset:
 
 def _small_method(method: Method, comparison: Comparison) -> Method:
     focus = None if method.focus is None else {**_small_counts(method.focus), "window": _window(method.focus)}
-    if method.adapter is not None:  # it belongs to another model: random routers stand in for it
-        focus = {"window": _window({})}
+    training = _small_training(method.training)
+    if method.adapter is not None:  # it belongs to another model: routers of its own stand in for it
+        focus, training = {"window": _window({})}, {"start": {"how": "random"}, "stages": [STAND_IN]}
     return dataclasses.replace(
         method,
         adapter=None,
         focus=focus,
         options=_small_counts(method.options),
-        training=_small_training(method.training),
+        training=training,
         tune=None if method.tune is None else _small_tuning(method.tune),
         serve=_small_counts(method.serve),
     )

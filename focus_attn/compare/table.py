@@ -105,7 +105,7 @@ def _verdict(focus: Row, best: Row, rivals: int, what: str) -> str:
     clear = "" if not ratio.contains(1.0) else ", which the interval does not tell apart"
     tuned = " (whose weights were trained too)" if best.trained_parameters else ""
     compared = f"{focus.ppl:.2f} against {best.ppl:.2f} of {best.name}{tuned}, ratio {ratio}{clear}"
-    among = f"of the {rivals} peer{'s' * (rivals != 1)} that skip work at no more {what}"
+    among = f"of the {rivals} peer{'s that skip' if rivals != 1 else ' that skips'} work at no more {what}"
     if ratio.estimate < 1:
         return f"{focus.name} comes before the best {among}: {compared}."
     return f"{focus.name} is NOT first: the best {among} is {best.name}: {compared}."
