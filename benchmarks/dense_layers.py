@@ -5,7 +5,7 @@
         --json needle_layers.json
 
 The loss is that of the text, or with --retrieval that of answers to what was hidden in it, as in `focus eval`; where
-those are several strings in any order, that of what the base model writes, as far as it is right. It is a choice
+those are several strings in any order, that of what the base model writes up to the last right one. It is a choice
 that comes of this, `dense_layers` or `dense_heads` of a recipe, so ask text that the adapter is not judged by.
 What they give back one by one does not add up: the last rows open the best ones together.
 """
@@ -65,11 +65,13 @@ def answer_loss(asked: Requests) -> Loss:
 def right_answers(model: FocusModel, asked: Requests, tokenizer: PreTrainedTokenizerBase) -> Requests:
     """Items whose answers are generated, as those with one answer: what the model writes without Focus, up to the last
     string that was asked for. Those where it finds fewer than two are left out: there is nothing to lose."""
+    scorer = Scorer(model, asked, tokenizer)
+    scorer.check(asked.items)
     with model.disable_focus():
-        written = dict(pair for batch in Scorer(model, asked, tokenizer).run(asked.items) for pair in batch)
+        written = dict(pair for batch in scorer.run(asked.items) for pair in batch)
     items = []
     for item in asked.items:
-        text = written[item.key]["text"]
+        text = " " + written[item.key]["text"].lstrip()  # some tokenizers drop it where a text begins
         ends = [at + len(one) for one in item.answer["strings"] if (at := text.find(one)) >= 0]
         if len(ends) > 1:
             answer = tokenizer.encode(text[: max(ends)], add_special_tokens=False)
@@ -130,7 +132,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--retrieval", choices=KINDS, help="ask for facts hidden in the text")
-    parser.add_argument("--items", type=int, default=10, help="with --retrieval: at each of four depths")
+    parser.add_argument("--items", type=int, default=10, help="with --retrieval: a quarter of them")
     parser.add_argument("--seed", type=int, default=3000, help="of those items")
     parser.add_argument("--device")
     parser.add_argument("--json", type=Path, required=True)

@@ -46,7 +46,7 @@ def _small_method(method: Method, comparison: Comparison) -> Method:
     focus = None if method.focus is None else {**_small_counts(method.focus), "window": _window(method.focus)}
     training = _small_training(method.training)
     if method.adapter is not None:  # it belongs to another model: routers of its own stand in for it
-        focus, training = {"window": _window({})}, {"start": {"how": "random"}, "stages": [STAND_IN]}
+        focus, training = {"window": _window({})}, {"adapter": None, "start": {"how": "random"}, "stages": [STAND_IN]}
     return dataclasses.replace(
         method,
         adapter=None,
