@@ -17,7 +17,8 @@ TOKENS = ("window", "num_sinks", "keys", "heavy", "recent", "block_size", "lengt
 PLACES = ("dense_layers", "dense_heads")  # of a larger model than the tiny one
 NOTE = "QUICK FORM: a tiny random model on Python's documentation, a few steps. The figures mean nothing."
 STEPS = 2
-STAND_IN = {"steps": STEPS, "length": 128, "sequences": 1, "warmup": 1}
+# Where a comparison says nothing of training: the defaults are for larger models and texts.
+UNSAID = {"start": {"how": "random"}, "stages": [{"steps": STEPS, "length": 128, "sequences": 1, "warmup": 1}]}
 
 
 def quick(comparison: Comparison) -> Comparison:
@@ -28,8 +29,8 @@ def quick(comparison: Comparison) -> Comparison:
         comparison,
         models=(TINY,),
         data={name: _small_data(one) for name, one in comparison.data.items()},
-        methods=tuple(_small_method(one, comparison) for one in comparison.methods),
-        training=_small_training(comparison.training),
+        methods=tuple(map(_small_method, comparison.methods)),
+        training=_small_training(comparison.training) or UNSAID,
         tuning=_small_tuning(comparison.tuning),
         seeds=comparison.seeds[:1],
         window=comparison.window // SHRINK,
@@ -42,17 +43,16 @@ def _small_data(dataset: Dataset) -> Dataset:
     return Dataset(lengths=lengths, blocks=min(3, dataset.blocks))
 
 
-def _small_method(method: Method, comparison: Comparison) -> Method:
+def _small_method(method: Method) -> Method:
     focus = None if method.focus is None else {**_small_counts(method.focus), "window": _window(method.focus)}
-    training = _small_training(method.training)
-    if method.adapter is not None:  # it belongs to another model: routers of its own stand in for it
-        focus, training = {"window": _window({})}, {"adapter": None, "start": {"how": "random"}, "stages": [STAND_IN]}
+    if method.adapter is not None:  # it belongs to another model: random routers stand in for it
+        focus = {"window": _window({})}
     return dataclasses.replace(
         method,
         adapter=None,
         focus=focus,
         options=_small_counts(method.options),
-        training=training,
+        training=_small_training(method.training),
         tune=None if method.tune is None else _small_tuning(method.tune),
         serve=_small_counts(method.serve),
     )
