@@ -252,6 +252,25 @@ def test_a_stage_goes_on_from_the_mean_of_the_one_before(tmp_path):
     assert_same(routers(run(tmp_path / "b", two)), routers(result))
 
 
+def test_a_run_may_end_with_the_mean_of_its_last_stages(tmp_path):
+    stages = stage(steps=3), stage(average=0.5), stage(steps=4)
+    last = run(tmp_path / "last", recipe(*stages))
+    second = routers(run(tmp_path / "second", recipe(*stages[:2])))
+    asked, lines = dataclasses.replace(recipe(*stages), mean_of_stages=2), []
+    result = run(tmp_path / "a", asked, log=lines.append)
+    means = {name: (tensor + second[name]) / 2 for name, tensor in routers(last).items()}
+    assert all(torch.allclose(means[name], tensor, atol=1e-6) for name, tensor in routers(result).items())
+    assert result.perplexity.ppl != last.perplexity.ppl and "the mean of the last 2 stages" in lines[-2]
+    saved = load_file(tmp_path / "a" / FOLDER / "step-0000013" / "focus_model.safetensors")
+    assert_same(saved, load_file(tmp_path / "last" / "focus_model.safetensors"))
+    assert_same(routers(run(tmp_path / "a", asked)), routers(result))  # finished already: the mean once more
+
+    for number, step in enumerate((2, 6, 1)):  # inside the stage before those, at the end of one, inside the last
+        stop = AtStep(step, lambda: signal.raise_signal(signal.SIGINT))
+        assert run(tmp_path / "b", asked, callbacks=[stop]).steps == (2, 9, 10)[number]
+    assert_same(routers(run(tmp_path / "b", asked)), routers(result))
+
+
 def test_the_first_phase_leaves_the_base_alone(tmp_path):
     run(tmp_path, dataclasses.replace(TWO_STAGES, save_every=4))
     first = checkpoints(tmp_path)[0]

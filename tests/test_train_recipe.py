@@ -49,6 +49,8 @@ def test_a_recipe_survives_its_dict_and_numbers_without_a_dot(tmp_path):
         ("stages:\n  - options: {budget_wait: 1}", "did you mean `budget_weight`"),
         ("stages:\n  - options: {probes: -1}", "`probes`"),
         ("stages:\n  - {average: 0.5, trains: everything}", "`average`.*routers alone.*leave it out"),
+        ("mean_of_stages: 3\nstages:\n  - {}\n  - {}", "`mean_of_stages` of 3.*lower it"),
+        ("mean_of_stages: 2\nstages:\n  - {}\n  - {trains: everything}", "`mean_of_stages`.*routers alone"),
         ("stages:\n  - {average: 0.5, recluster_every: 2, bias_rate: 0}", "`average`.*`recluster_every`.*[Ll]eave one"),
         ("stages:\n  - {average: 0.5, centroid_rate: 0.1, bias_rate: 0}", "`average`.*`centroid_rate`.*[Ll]eave one"),
         ("stages:\n  - stop_gradient: 1", "`stop_gradient` must be true or false, got 1"),

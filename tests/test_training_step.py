@@ -58,6 +58,25 @@ def test_distillation_is_the_divergence_from_the_base_model():
     torch.testing.assert_close(result.measures["distill"], wanted, **EXACT)
 
 
+@pytest.mark.parametrize("learning", [False, True], ids=["a frozen head", "a head that learns"])
+def test_the_gradient_of_distillation_is_that_of_the_whole_logits(learning, monkeypatch):
+    monkeypatch.setattr("focus_attn.training.token_losses.LOGITS_AT_ONCE", 7 * VOCAB)
+    model, ids = focus(config=CONFIG).train(), tokens(length=40)
+    model.base_model.get_output_embeddings().weight.requires_grad_(learning)
+    options = StepOptions(objective="distill", balance_weight=0.0, dominance_weight=0.0, probes=0)
+    (3 * step(model, ids, options).loss).backward()
+    mine = gradients(model)
+    model.zero_grad()
+    with model.disable_focus():
+        teacher = logits(model, ids)[:, 8:-1].log_softmax(-1)
+    student = model(ids).logits[:, 8:-1].log_softmax(-1)
+    (3 * (teacher.exp() * (teacher - student)).sum(-1).mean()).backward()
+    wanted = gradients(model)
+    assert any(one.shape[0] == VOCAB for one in wanted) == learning
+    for got, one in zip(mine, wanted, strict=True):
+        torch.testing.assert_close(got, one, **EXACT)
+
+
 def test_distillation_of_an_identical_model_is_nothing():
     model = focus(config=FocusConfig(num_groups=1, window=8)).train()
     result = step(model, tokens(length=40), StepOptions(objective="distill", balance_weight=0.0, dominance_weight=0.0))

@@ -189,8 +189,9 @@ def identity_of(recipe: Recipe) -> dict[str, Any]:
         parts.append((Start, values["start"]))
     if values["focus"] is not None:
         parts.append((FocusConfig, values["focus"]))
-    if values["adapter"] is None:  # later too
-        del values["adapter"]
+    for name, usual in (("adapter", None), ("mean_of_stages", 1)):  # later too
+        if values[name] == usual:
+            del values[name]
     for kind, part in parts:
         for name in LATER[kind]:
             if plain(part[name]) == plain(getattr(kind, name)):

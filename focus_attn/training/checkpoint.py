@@ -6,7 +6,7 @@ one is whole. Random numbers need no state of their own: every step draws from a
     output/checkpoints/step-0000250/
         focus_config.json, focus_model.safetensors   the adapter, loadable as it is
         base_model.safetensors                       only where the run trains the base
-        optimizer.pt                                 optimiser, learning-rate schedule, mean of the last routers
+        optimizer.pt                                 optimiser, learning-rate schedule, means of steps and stages
         trainer_state.json                           transformers' own account of the stage
         progress.json                                stage, step, recipe, digest of the data
 """
@@ -141,9 +141,13 @@ def load_weights(model: FocusModel, folder: Path) -> None:
             parameter.copy_(like(saved[name].to(parameter.device), parameter))
 
 
+def read_optimizer(folder: Path) -> dict[str, Any]:
+    return torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
+
+
 def load_optimizer(folder: Path, optimizer: Any, scheduler: Any) -> dict[str, Any]:
     """-> all that was saved with them."""
-    saved = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
+    saved = read_optimizer(folder)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state = saved["optimizer"]
     state["state"] = {
@@ -152,4 +156,4 @@ def load_optimizer(folder: Path, optimizer: Any, scheduler: Any) -> dict[str, An
     }
     optimizer.load_state_dict(state)
     scheduler.load_state_dict(saved["scheduler"])
-    return saved  # type: ignore[no-any-return]
+    return saved

@@ -26,7 +26,15 @@ from focus_attn.progress import Progress
 from focus_attn.training.balance import routed_layers
 from focus_attn.training.blocks import Blocks, ShuffledBlocks
 from focus_attn.training.callbacks import duration
-from focus_attn.training.checkpoint import FOLDER, Checkpoint, Position, base_parameters, checkpoints, load_weights
+from focus_attn.training.checkpoint import (
+    FOLDER,
+    Checkpoint,
+    Position,
+    base_parameters,
+    checkpoints,
+    load_weights,
+    read_optimizer,
+)
 from focus_attn.training.data import TokenStore
 from focus_attn.training.distributed import (
     copy_routers_from_main,
@@ -140,6 +148,7 @@ def train(
         position = _begin(run, store, found)
         with _stop_on_signals(run):
             position = _run_stages(run, stages, position, found, tokenizer, callbacks)
+        _end_with_mean(run, position)
         if not stages and len(held_out):  # the start is all there is to say something of
             run.perplexity = block_perplexity(focus, held_out)
             run.say(f"held-out text: {run.perplexity}")
@@ -161,6 +170,8 @@ def _begin(run: Run, store: TokenStore, found: Checkpoint | None) -> Position:
     """The weights as the checkpoint has them, or as the recipe starts them."""
     if found is not None:
         load_weights(run.model, found.folder)
+        if found.position.total:
+            run.stage_mean.load_state_dict(read_optimizer(found.folder).get("stage_mean"), run.model)
         run.say(f"going on from step {found.position.total:,} of {run.recipe.steps:,} ({found.folder})")
     if run.sharded:
         shard_base(run.model, run.device)
@@ -183,6 +194,7 @@ def _run_stages(
         stage = run.recipe.stages[index]
         within = found is not None and position.stage == index and position.step > 0
         if within and position.step == stage.steps:
+            _count_in(run, index)
             continue
         _freeze(run.model, stage)
         seed, window = run.recipe.seed * 1009 + index, run.model.focus_config.window
@@ -201,7 +213,26 @@ def _run_stages(
         position = trainer.position
         if run.interrupted:
             break
+        _count_in(run, index)
     return position
+
+
+def _count_in(run: Run, index: int) -> None:
+    """A stage that has ended, where the recipe asks for the mean of the last ones."""
+    recipe = run.recipe
+    if recipe.mean_of_stages > 1 and len(recipe.stages) - index <= recipe.mean_of_stages:
+        run.stage_mean.add(run.model)
+
+
+def _end_with_mean(run: Run, position: Position) -> None:
+    if run.stage_mean.steps < run.recipe.mean_of_stages or position.total < run.recipe.steps:
+        return
+    run.stage_mean.put(run.model)
+    measured = ""
+    if run.recipe.evaluate_every and len(run.held_out):
+        run.perplexity = block_perplexity(run.model, run.held_out)
+        measured = f", held-out text: {run.perplexity}"
+    run.say(f"the mean of the last {run.recipe.mean_of_stages} stages{measured}")
 
 
 def _with_focus(model: nn.Module, recipe: Recipe, output: Path) -> FocusModel:

@@ -116,7 +116,8 @@ class Stage:
         refuse_unknown(self.options, _FURTHER_OPTIONS, "`options`")
         object.__setattr__(self, "options", {name: as_number(name, value) for name, value in self.options.items()})
         self.step_options()
-        self._check_average()
+        if self.average:
+            self.check_mean("average", self.average)
         self._check_centroids()
 
     def step_options(self) -> StepOptions:
@@ -127,16 +128,17 @@ class Stage:
     def averaged_steps(self) -> int:
         return max(1, round(self.average * self.steps)) if self.average else 0
 
-    def _check_average(self) -> None:
-        if self.average and self.trains == "everything":
+    def check_mean(self, name: str, value: float) -> None:
+        """Whether routers of this stage have a mean, which the field `name` asks for."""
+        if self.trains == "everything":
             raise ValueError(
-                f"`average` ({self.average:g}) is of the routers alone, and the other weights would not fit them: "
+                f"`{name}` ({value:g}) is of the routers alone, and the other weights would not fit them: "
                 "leave it out where `trains` is 'everything'"
             )
-        if self.average and (self.centroid_rate or self.recluster_every):
-            name = "centroid_rate" if self.centroid_rate else "recluster_every"
+        if self.centroid_rate or self.recluster_every:
+            other = "centroid_rate" if self.centroid_rate else "recluster_every"
             raise ValueError(
-                f"`average` ({self.average:g}) and `{name}` do not go together: the mean of biases is not the bias of "
+                f"`{name}` ({value:g}) and `{other}` do not go together: the mean of biases is not the bias of "
                 "mean centroids, and groups that are clustered anew are others. Leave one of them out"
             )
 
@@ -183,6 +185,9 @@ class Recipe:
         "bf16", "bf16: a frozen base is kept in it, a trained one computes in it from fp32 weights", Precision
     )
     gradient_checkpointing: bool = flag(True, "compute activations again in the backward pass instead of keeping them")
+    mean_of_stages: int = integer(
+        1, "the run ends with the mean of what so many stages, the last ones, ended with; 1: with the last one", 1
+    )
     sharding: Sharding = choice("none", "fsdp: the base's layers are spread over the devices", Sharding)
     seed: int = integer(0, "of the start, of the order of the blocks and of the exploration")
     log_every: int = integer(10, "steps", 1)
@@ -204,8 +209,16 @@ class Recipe:
             self._check_adapter()
         if not self.stages and self.start is None:
             raise ValueError("a recipe without `stages` and without a `start` does nothing: give one of them")
+        if self.mean_of_stages > 1:
+            self._check_mean()
         if self.focus is not None:
             self.check_lengths(self.focus)
+
+    def _check_mean(self) -> None:
+        if self.mean_of_stages > len(self.stages):
+            raise ValueError(f"`mean_of_stages` of {self.mean_of_stages} is more than there are `stages`: lower it")
+        for stage in self.stages[-self.mean_of_stages :]:
+            stage.check_mean("mean_of_stages", self.mean_of_stages)
 
     def _check_adapter(self) -> None:
         if self.start is not None:

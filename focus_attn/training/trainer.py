@@ -83,6 +83,7 @@ class Run:
     perplexity: Perplexity | None = None  # the latest
     coverage: float | None = None  # share of the dense model's attention that is kept, the latest
     collapsed: bool = False  # whether routers were, at the last log line
+    stage_mean: RouterMean = field(default_factory=RouterMean)  # of what stages ended with
 
     def precision(self) -> AbstractContextManager[Any]:
         """Inside, the model computes as the recipe says. Weights that are trained stay in fp32, where small steps are
@@ -301,8 +302,8 @@ class FocusTrainer(Trainer):
         scheduler = self.lr_scheduler.state_dict()  # type: ignore[union-attr]
 
         def fill(folder: Path) -> None:
-            saved = {"optimizer": optimizer, "scheduler": scheduler, "router_mean": self.router_mean.state_dict()}
-            torch.save(saved, folder / OPTIMIZER)
+            means = {"router_mean": self.router_mean.state_dict(), "stage_mean": self.run.stage_mean.state_dict()}
+            torch.save({"optimizer": optimizer, "scheduler": scheduler, **means}, folder / OPTIMIZER)
             self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
 
         self.run.save(self.position, fill)
