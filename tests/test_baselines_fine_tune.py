@@ -56,13 +56,20 @@ def test_an_interrupted_run_goes_on(method, tmp_path):
     whole = run()
     file = tmp_path / "runs" / "run.pt"
     with pytest.raises(KeyboardInterrupt):
-        run(checkpoint=file, save_every=2, progress=interrupt)
-    resumed = run(checkpoint=file, save_every=2)
+        run(checkpoint=file, save_every=100, progress=interrupt)
+    done = []
+    resumed = run(checkpoint=file, save_every=2, progress=lambda step, steps: done.append(step))
+    assert done[0] == 6  # nothing is done twice, however seldom it is saved
     assert resumed.losses == pytest.approx(whole.losses, rel=1e-5)
     for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
     with pytest.raises(ValueError, match="other settings"):
         fine_tune(tiny_model(), BLOCKS, method="lora", **{**SETTINGS, "rank": 2}, checkpoint=file)
+    for changes in ({"lr": 1e-5}, {"seed": 7}):
+        with pytest.raises(ValueError, match="other settings"):
+            run(**changes, checkpoint=file)
+    with pytest.raises(ValueError, match="other settings"):
+        fine_tune(tiny_model(), BLOCKS.flip(0), method=method, **SETTINGS, checkpoint=file)
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 3])

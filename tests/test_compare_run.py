@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import time
 
 import pytest
@@ -10,6 +11,8 @@ from tiny import tiny_model, tokens
 
 from focus_attn import FocusConfig, get_focus_model
 from focus_attn.baselines import grouped, make_baseline
+from focus_attn.baselines.budget import own_share
+from focus_attn.baselines.focus_cost import focus_ledger
 from focus_attn.baselines.routing_transformer import RoutingTransformer
 from focus_attn.baselines.seam import use_baseline
 from focus_attn.compare import Comparison, Dataset, Method, timing
@@ -241,10 +244,8 @@ def test_training_that_is_stopped_goes_on(tmp_path, monkeypatch):
 
 def test_fine_tuning_that_is_stopped_goes_on(tmp_path, monkeypatch):
     from focus_attn.baselines import fine_tune
-    from focus_attn.compare import subject
 
     short = dataclasses.replace(COMPARISON, methods=(Method(name="LoRA", tune=COMPARISON.methods[6].tune),))
-    monkeypatch.setattr(subject, "SAVE_EVERY", 1)
     real, steps = fine_tune.fine_tune, []
 
     def stop_at(step):
@@ -257,13 +258,13 @@ def test_fine_tuning_that_is_stopped_goes_on(tmp_path, monkeypatch):
             fine_tune, "fine_tune", lambda *args, **options: real(*args, **{**options, "progress": report})
         )
 
-    stop_at(2)  # the checkpoint of step 1 is there
+    stop_at(1)  # long before a checkpoint is due
     stopped = run(short, settings(tmp_path))
     assert stopped.stopped
     assert [cell["row"] for cell in stopped.cells] == ["full attention"] * 2
     stop_at(None)
     assert len(run(short, settings(tmp_path)).cells) == 4
-    assert steps == [1, 2, 2]
+    assert steps == [1, 2]
 
 
 def test_fine_tuning_that_diverges_is_a_row_that_says_so(tmp_path):
@@ -272,6 +273,18 @@ def test_fine_tuning_that_diverges_is_a_row_that_says_so(tmp_path):
     failed = {row.name: row.failed for row in found}
     assert "lower `lr`" in failed["wild"]
     assert failed["w"] is None
+
+
+def test_a_loss_that_is_no_number_is_a_row_that_says_so(tmp_path, monkeypatch):
+    def spoiled(model, peer, blocks, window, report):
+        figures = measure(model, peer, blocks, window, report)
+        return dataclasses.replace(figures, losses=(math.nan, *figures.losses[1:])) if peer else figures
+
+    monkeypatch.setattr("focus_attn.compare.runner.measure", spoiled)
+    comparison = dataclasses.replace(COMPARISON, methods=(Method(name="w", attention="window"),))
+    cells = run(comparison, settings(tmp_path)).cells
+    json.dumps(cells, allow_nan=False)
+    assert {row.name: row.failed for row in make_rows(cells)}["w"] == "its loss is not a number"
 
 
 def test_adapters_are_measured_as_they_are(tmp_path, outcome, rows):
@@ -307,6 +320,28 @@ def test_equal_cost_is_that_of_the_layers_that_attend_to_everything():
     assert peer.full_layers <= focus.full_layers
     own = measure(base, None, blocks, window=4)
     assert own.pairs_kept == pytest.approx(measure(base, make_baseline("full"), blocks, window=4).pairs_kept)
+
+
+def test_routed_sliding_layers_save_against_what_they_had():
+    config = FocusConfig(num_groups=4, window=2, num_sinks=1, sliding_layers="intersect")
+    model, blocks = get_focus_model(tiny_model("gemma3_text"), config), tokens(2, 96)
+    with model.record_stats() as stats:
+        model(blocks)
+    with use_baseline(model, make_baseline("full")) as own:
+        model.base_model(blocks, use_cache=False)
+    own_shares = [own_share(layer.spec, 96) for layer in model.focus_layers()]
+    assert all(layer.pairs_kept < own for layer, own in zip(stats.per_layer, own_shares, strict=True))
+    dense = [[layer.dense_multiply_adds for layer in one.per_layer] for one in (focus_ledger(model, stats, 96), own)]
+    assert dense[0] == pytest.approx([cost / 2 for cost in dense[1]])  # of one row, and of two
+
+
+def test_a_model_whose_layers_all_slide():
+    base, blocks = tiny_model("gemma3_text", layer_types=["sliding_attention"] * 4), tokens(2, 96)
+    assert measure(base, make_baseline("window", window=4), blocks, window=4).full_layers == 1.0
+    assert "every layer slides" in time_attention(base, None, blocks[0], 1)["failed"]
+    config = FocusConfig(num_groups=4, window=2, num_sinks=1, sliding_layers="intersect")
+    focus = measure(get_focus_model(base, config), None, blocks, window=4)
+    assert focus.full_layers == focus.multiply_adds
 
 
 def test_time_is_that_of_every_layer_it_names():

@@ -91,6 +91,11 @@ def test_where_focus_is_not_first_it_says_so():
     assert "does not tell apart" in verdicts(make_rows(cells), AT)[0]
 
 
+def test_one_block_says_nothing_of_another():
+    cells = [cell("full", HARD[:1], kind="dense"), cell("Focus", (3.0,), focus=True), cell("window", (3.1,))]
+    assert "of one block, which tells nothing of another" in verdicts(make_rows(cells), AT)[0]
+
+
 def test_what_looks_ahead_is_not_ranked():
     cells = [FULL, cell("Focus", above(0.1), focus=True), cell("vertical_slash", HARD, leaking=True)]
     assert verdicts(make_rows(cells), AT) == []

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from rich.console import Console
 
 from focus_attn.baselines import make_baseline
 from focus_attn.compare import Comparison, Dataset, Method
@@ -69,12 +70,54 @@ def test_every_row_is_scored_and_compared_with_the_base(comparison, requests, tm
     assert [column.header for column in shown.columns] == ["task", "n", "base", "all of it", "near"]
 
 
+def test_other_requests_are_asked_anew(comparison, requests, tmp_path):
+    """With the same names and as many items, as another seed makes them."""
+    other = [dataclasses.replace(item, context=ids(40, 500 + n)) for n, item in enumerate(requests.items)]
+    other = Requests(requests.tasks, other, requests.prefixes)
+    run(comparison, settings(tmp_path, requests))
+    assert run(comparison, settings(tmp_path, other)).tasks
+    assert len(list((tmp_path / "scores").iterdir())) == 6
+    for file in (tmp_path / "scores").iterdir():
+        assert is_scored(requests, file) != is_scored(other, file)
+
+
+def test_texts_are_asked_of_peers_too(tmp_path):
+    """Which have no cache: whole sequences, a token at a time."""
+    model, tokenizer = tiny_random_model()
+    options = {"max_new_tokens": 5}
+    items = [Item("t", str(n), "generate", ids(20 + 9 * n, n), options=options) for n in range(3)]
+    asked = Requests({"t": Task("t", "found_strings", "retrieval")}, items)
+    texts = []
+    for name, peer in {"base": None, "wide": make_baseline("window", window=500)}.items():
+        score_row(model, peer, asked, tmp_path / f"{name}.jsonl", tokenizer, 1e18, None, name)
+        texts.append({key: one["text"] for key, one in read_scores(tmp_path / f"{name}.jsonl")[1].items()})
+    assert texts[0] == texts[1]
+
+
+def test_a_peer_that_cannot_be_had_at_that_cost_has_no_tasks(comparison, requests, tmp_path):
+    dear = Method(name="dear", attention="sparq", budget=0.02)
+    lines = []
+    chosen = dataclasses.replace(settings(tmp_path, requests), log=lines.append)
+    outcome = run(dataclasses.replace(comparison, methods=(*comparison.methods, dear)), chosen)
+    assert list(outcome.tasks[0]["models"]) == ["base", "all of it", "near"]
+    assert any(line.startswith("dear: no tasks: sparq cannot go as low") for line in lines)
+
+
 def test_a_difference_and_a_ratio_are_told_apart():
     interval = {"estimate": 1.02, "low": 1.01, "high": 1.03}
     row = {"models": {"near": {"estimate": 20.5}}, "against_base": {"near": interval}, "is_ratio": True}
     assert task_cell(row, "near") == "20.5, x1.020 [x1.010, x1.030]"
     assert task_cell({**row, "is_ratio": False}, "near") == "20.5, +1.02 [+1.01, +1.03]"
     assert task_cell({**row, "against_base": {}}, "near") == "20.5"
+
+
+def test_brackets_are_no_markup(capsys):
+    interval = {"estimate": 1.02, "low": 1.01, "high": 1.03}
+    models = {"Focus [ours]": {"estimate": 20.5}}
+    row = {"task": "lambada", "metric": "perplexity", "n": 9, "at_floor": False, "is_ratio": True}
+    Console(width=120).print(task_table([{**row, "models": models, "against_base": {"Focus [ours]": interval}}]))
+    shown = capsys.readouterr().out
+    assert "[x1.010, x1.030]" in shown and "Focus [ours]" in shown
 
 
 def test_a_window_over_everything_scores_as_the_base_does(requests, tmp_path):

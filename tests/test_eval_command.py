@@ -15,8 +15,9 @@ from focus_attn import FocusConfig, get_focus_model
 from focus_attn.cli import app
 from focus_attn.evaluation.models import adapter_digest, load_compared
 from focus_attn.evaluation.requests import Item, Requests, Task
-from focus_attn.evaluation.run import sum_up
+from focus_attn.evaluation.run import score_model, sum_up
 from focus_attn.evaluation.summary import Cell, kept_of_base, summarise
+from focus_attn.zoo import tiny_random_model
 
 LM_EVAL = importlib.util.find_spec("lm_eval") is not None
 
@@ -126,6 +127,20 @@ def test_a_folder_of_other_requests_is_left_as_it_is(saved, tmp_path):
     assert {path.name: path.read_text() for path in (tmp_path / "run").iterdir()} == before
 
 
+def test_what_is_refused_leaves_no_trace(saved, tmp_path):
+    arguments = [*common(saved), "--text", saved / "text.txt", "--window", 16, "--output", tmp_path / "run"]
+    result = run(*arguments, "--length", 1 << 20, "--blocks", 1)
+    assert result.exit_code == 1 and not (tmp_path / "run").exists()
+    model, tokenizer = tiny_random_model()
+    answer = {"strings": ["x"], "length": 5, "depth": None}
+    items = [Item("t", "0", "generate", [1, 2, 3], options={"max_new_tokens": 2}, answer=answer)]
+    requests = Requests({"t": Task("t", "found_strings", "retrieval")}, items)
+    score_model(model, tokenizer, requests, tmp_path / "out", "base")
+    with pytest.raises(ValueError, match="tokenizer"):
+        score_model(model, None, requests, tmp_path / "out", "other")
+    assert list(sum_up(tmp_path / "out").runs) == ["base"]
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
@@ -184,6 +199,11 @@ def test_one_item_gives_no_verdict():
     requests = Requests({"t": Task("t", "text_losses", "perplexity")}, [item])
     rows = summarise(requests, {"base": {("t", "0"): {"losses": [1.0]}}, "k4": {("t", "0"): {"losses": [2.0]}}})
     assert [row.verdict("k4") for row in rows] == ["one item, no interval"] * 2
+    choice = {"gold": 1, "characters": [1, 1], "metrics": ["acc"]}
+    item = Item("t", "0", "loglikelihood", [1], [[1], [2]], answer=choice)
+    requests = Requests({"t": Task("t", "choice", "task")}, [item])
+    (row,) = summarise(requests, {"base": answers([True]), "k4": answers([False])})
+    assert row.verdict("k4") == "one item, no interval" and not row.at_floor
 
 
 def test_what_is_kept_of_the_base_models_recall():

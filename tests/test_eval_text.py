@@ -4,7 +4,9 @@ import math
 
 import pytest
 from eval_data import write_text
+from tokenizers import Tokenizer, models, normalizers
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from focus_attn import FocusConfig, get_focus_model
 from focus_attn.evaluation import perplexity, token_blocks
@@ -101,6 +103,18 @@ def test_facts_are_in_the_text_at_their_depth(tiny, documents, kind):
         assert low <= body <= high
         if kind == "multi_key":
             assert text.count("special magic numbers for") == 4
+
+
+def test_answers_are_tokens_as_they_go_on(documents):
+    """Tokenizers like Llama 2's put a space before every text: an answer has one already."""
+    letters = sorted({*"".join(documents), *"".join(map(chr, range(33, 127))), "\n", "▁"} - {" "})
+    vocabulary = {token: n for n, token in enumerate(["<unk>", "▁▁", *letters])}
+    spaces = Tokenizer(models.BPE(vocabulary, [("▁", "▁")], unk_token="<unk>"))
+    spaces.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=spaces, unk_token="<unk>")
+    item = retrieval(tokenizer, "needle", documents, [2000], [0.5], 1).items[0]
+    written = "".join(tokenizer.convert_ids_to_tokens([*item.context, *item.continuations[0]]))
+    assert written.endswith(f"text▁is:▁{item.answer['strings'][0]}") and "▁▁" not in written
 
 
 def test_a_chain_is_in_its_order_and_not_given_away(tiny, documents):

@@ -9,9 +9,16 @@ from torch import nn
 
 from focus_attn.baselines.call import Shape
 from focus_attn.hf import Seam, layer_spec, text_config
+from focus_attn.layer import LayerSpec
 from focus_attn.model import FocusModel
 
 HEAD_DIM = 64  # of the shape assumed where no model is given
+
+
+def own_share(spec: LayerSpec, length: int) -> float:
+    """Pairs of a layer's own attention, share of the causal ones: all, unless it slides."""
+    unseen = 0 if spec.sliding_window is None else max(0, length - spec.sliding_window)
+    return 1 - unseen * (unseen + 1) / (length * (length + 1))
 
 
 class Budgeted(Protocol):

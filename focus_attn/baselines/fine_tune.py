@@ -7,6 +7,7 @@ their attention is that of full attention. Inside `use_baseline(...)` the same l
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from contextlib import nullcontext
@@ -86,9 +87,19 @@ def fine_tune(
         parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=device.type == "cuda" or None
     )
     losses: list[float] = []
+    settings = {
+        "method": method,
+        "steps": steps,
+        "lr": lr,
+        "rank": None if method == "full" else rank,
+        "sequences": sequences,
+        "warmup": warmup,
+        "seed": seed,
+        "data": hashlib.sha256(data.cpu().numpy().tobytes()).hexdigest(),
+    }
     path = None if checkpoint is None else Path(checkpoint)
     if path is not None and path.exists():
-        losses = _restore(path, parameters, optimizer)
+        losses = _restore(path, parameters, optimizer, settings)
     trained.train()
     for step in range(len(losses), steps):
         for group in optimizer.param_groups:
@@ -101,10 +112,19 @@ def fine_tune(
         losses.append(float(loss))
         if not math.isfinite(losses[-1]):
             raise DivergedError(f"the loss of {method} became {losses[-1]} at step {step + 1}: lower `lr` ({lr})")
-        if progress:
-            progress(step + 1, steps)
-        if path is not None and ((step + 1) % save_every == 0 or step + 1 == steps):
-            _save(path, parameters, optimizer, losses)
+        last = step + 1 == steps
+        if last and not all(bool(p.isfinite().all()) for p in parameters):  # no later loss would say so
+            raise DivergedError(f"the last step of {method} left weights that are no numbers: lower `lr` ({lr})")
+        due = last or (step + 1) % save_every == 0
+        try:
+            if progress:
+                progress(step + 1, steps)
+        except BaseException:  # the time is up: what was done so far is not to be done again
+            due = True
+            raise
+        finally:
+            if path is not None and due:
+                _save(path, parameters, optimizer, losses, settings)
     trained.eval()
     if method == "full":
         cast_parameters(trained.parameters(), dtype)
@@ -172,17 +192,27 @@ def _schedule(step: int, steps: int, warmup: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, steps - rising)))
 
 
-def _save(path: Path, parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, losses: list[float]) -> None:
+def _save(
+    path: Path,
+    parameters: list[nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    losses: list[float],
+    settings: dict[str, Any],
+) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    torch.save({"parameters": parameters, "optimizer": optimizer.state_dict(), "losses": losses}, partial)
+    state = {"parameters": parameters, "optimizer": optimizer.state_dict(), "losses": losses, "settings": settings}
+    torch.save(state, partial)
     partial.replace(path)
 
 
 @torch.no_grad()
-def _restore(path: Path, parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[float]:
+def _restore(
+    path: Path, parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, settings: dict[str, Any]
+) -> list[float]:
     state = torch.load(path, map_location="cpu", weights_only=True)
-    if [p.shape for p in state["parameters"]] != [p.shape for p in parameters]:
+    shapes = [[p.shape for p in some] for some in (state["parameters"], parameters)]
+    if shapes[0] != shapes[1] or state.get("settings", settings) != settings:  # older ones say nothing
         raise ValueError(f"{path} holds a run with other settings: delete it, or give another `checkpoint`")
     for parameter, saved in zip(parameters, state["parameters"], strict=True):
         parameter.copy_(saved)

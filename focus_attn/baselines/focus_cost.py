@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from focus_attn.baselines.budget import attention_shape
+from focus_attn.baselines.budget import attention_shape, own_share
 from focus_attn.baselines.call import Cost
 from focus_attn.baselines.ledger import Ledger
 from focus_attn.model import FocusModel
@@ -24,6 +24,6 @@ def focus_ledger(model: FocusModel, stats: Stats, length: int) -> Ledger:
         if router is not None:
             scores = router.num_sides * router.num_routers * router.config.num_groups * router.hidden_size
             routing = scores * (length + router.config.router_dim)
-        dense = shape.dense_multiply_adds if layer.spec.sliding_window is None else share * pair
+        dense = own_share(layer.spec, length) * shape.dense_multiply_adds
         ledger.add(layer.spec.layer_idx, Cost(routing + share * pair, share), 1, shape, dense)
     return ledger

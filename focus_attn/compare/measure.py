@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from focus_attn.baselines.budget import attention_shape
+from focus_attn.baselines.budget import own_share
 from focus_attn.baselines.focus_cost import focus_ledger
 from focus_attn.baselines.ledger import Ledger
 from focus_attn.baselines.seam import Baseline, use_baseline
@@ -55,24 +55,21 @@ def measure(
         focus_ledger(model, stats, blocks.shape[1]),
         model,
         dominance=stats.dominance,
-        worst_dominance=max(share for layer in stats.per_layer for share in layer.largest_groups or []),
+        worst_dominance=max((share for layer in stats.per_layer for share in layer.largest_groups or []), default=None),
         leaking=model.focus_config.leaks_future(),
     )
 
 
 def _own_pairs(model: nn.Module, length: int) -> float:
-    """Pairs of the model's own attention, share of the causal ones: all, except where layers slide."""
-    causal = attention_shape(model, length).causal_pairs
-    shares = []
-    for spec in _specs(model):
-        unseen = 0 if spec.sliding_window is None else max(0, length - spec.sliding_window)
-        shares.append(1 - unseen * (unseen + 1) / 2 / causal)
+    """Mean over the layers of the share of the causal pairs that the model's own attention has."""
+    shares = [own_share(spec, length) for spec in _specs(model)]
     return sum(shares) / len(shares)
 
 
 def _full_layers_share(ledger: Ledger, model: nn.Module, length: int) -> float:
     slides = {spec.layer_idx for spec in _specs(model) if spec.sliding_window and spec.sliding_window < length}
-    full = [layer for layer in ledger.per_layer if layer.layer_idx not in slides]
+    # Where all slide, a budget can only mean all of them.
+    full = [layer for layer in ledger.per_layer if layer.layer_idx not in slides] or ledger.per_layer
     return sum(layer.multiply_adds for layer in full) / sum(layer.dense_multiply_adds for layer in full)
 
 

@@ -176,7 +176,8 @@ class _Model:
     def _score(self, method: Method, subject: Subject | None, seed: int) -> Subject | None:
         """The benchmarks of a row, which is made for them if it is not there yet."""
         assert self.requests is not None
-        key = digest([self.workshop.identity(method, seed), method.budget, self._fitted_to(method)])
+        made = [self.workshop.identity(method, seed), method.budget, self._fitted_to(method)]
+        key = digest([*made, self.requests.digest])
         file = self.settings.folder / "scores" / f"{key}.jsonl"
         name = method.name if len(self.comparison.seeds_of(method)) == 1 else f"{method.name}, seed {seed}"
         self.score_files[BASE if method.is_base else name] = file
@@ -187,7 +188,11 @@ class _Model:
             return subject
         longest = max(map(self.requests.length, self.requests.items))
         assert not isinstance(method.budget, str)  # `Comparison` refuses it
-        peer = self._peer(method, subject, longest, method.budget)
+        try:
+            peer = self._peer(method, subject, longest, method.budget)
+        except ValueError as error:  # as in `_measured`
+            self.settings.log(f"{name}: no tasks: {error}")
+            return subject
         score_row(subject.model, peer, self.requests, file, self.tokenizer, self.deadline, self.settings.progress, name)
         return subject
 
@@ -262,7 +267,10 @@ class _Model:
         cell["peer"] = None if peer is None else str(peer)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # a peer that looks ahead is marked in the table
-            cell["figures"] = measure(subject.model, peer, blocks, self.comparison.window, report).to_dict()
+            figures = measure(subject.model, peer, blocks, self.comparison.window, report)
+            if not all(map(math.isfinite, figures.losses)):
+                return cell | {"failed": "its loss is not a number"}
+            cell["figures"] = figures.to_dict()
             if self.comparison.timing:
                 cell["timing"] = time_attention(subject.model, peer, blocks[0], TIMED_RUNS[self.settings.device.type])
         if self.comparison.groups and isinstance(subject.model, FocusModel):

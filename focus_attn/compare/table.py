@@ -103,6 +103,8 @@ def verdicts(rows: Sequence[Row], place: Place) -> list[str]:
 def _verdict(focus: Row, best: Row, rivals: int, what: str) -> str:
     ratio = perplexity_ratio(best.losses, focus.losses)
     clear = "" if not ratio.contains(1.0) else ", which the interval does not tell apart"
+    if ratio.n < 2:
+        clear = ", of one block, which tells nothing of another"
     tuned = " (whose weights were trained too)" if best.trained_parameters else ""
     compared = f"{focus.ppl:.2f} against {best.ppl:.2f} of {best.name}{tuned}, ratio {ratio}{clear}"
     among = f"of the {rivals} peer{'s that skip' if rivals != 1 else ' that skips'} work at no more {what}"

@@ -39,7 +39,10 @@ def score_row(
 
 
 def is_scored(requests: Requests, file: Path) -> bool:
-    return file.is_file() and len(read_scores(file)[1]) == len(requests.items)
+    if not file.is_file():
+        return False
+    header, scores = read_scores(file)
+    return header.get("requests") == requests.digest and len(scores) == len(requests.items)
 
 
 def task_table(requests: Requests, files: Mapping[str, Path]) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -62,13 +63,13 @@ def print_outcome(console: Console, comparison: Comparison, outcome: Outcome) ->
 
 def place_table(comparison: Comparison, rows: Sequence[Row], place: Place) -> Table:
     title = f"{comparison.title}: {place.model}, {place.data}, {place.length:,} tokens a block"
-    table = Table(title=title, title_justify="left", header_style="bold")
+    table = Table(title=escape(title), title_justify="left", header_style="bold")
     for column in COLUMNS:
         table.add_column(column, justify="left" if column == "method" else "right", no_wrap=column == "method")
     for kind, block in blocks_of(rows, place, comparison.stepwise).items():
         table.add_row(f"[bold]{BLOCKS[kind]}[/]")
         for row in block:
-            table.add_row(*row_cells(row), style="bold blue" if row.is_focus else None)
+            table.add_row(*map(escape, row_cells(row)), style="bold blue" if row.is_focus else None)
         table.add_section()
     return table
 
@@ -104,11 +105,11 @@ def task_table(tasks: Sequence[dict[str, Any]]) -> Table:
         header_style="bold",
     )
     for column in ("task", "n", *names):
-        table.add_column(column, justify="left" if column == "task" else "right")
+        table.add_column(escape(column), justify="left" if column == "task" else "right")
     for row in tasks:
-        cells = [task_cell(row, name) for name in names]
         floor = " (base at chance)" if row["at_floor"] else ""
-        table.add_row(f"{row['task']}, {row['metric']}{floor}", f"{row['n']:,}", *cells)
+        cells = f"{row['task']}, {row['metric']}{floor}", f"{row['n']:,}", *(task_cell(row, name) for name in names)
+        table.add_row(*map(escape, cells))
     return table
 
 

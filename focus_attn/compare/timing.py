@@ -37,7 +37,7 @@ def layer_calls(model: nn.Module, block: Tensor, count: int = LAYERS) -> list[La
     """What `count` of the layers are given on a block [T] of text, with full attention before them."""
     calls: list[LayerCall] = []
     watch_layers(model, block[None], calls.append)
-    count = min(count, len(calls))
+    count = min(count, len(calls))  # none where all slide
     chosen = (calls[index * len(calls) // count] for index in range(count))
     return [dataclasses.replace(call, counted=False) for call in chosen]  # only the attention is on the clock
 
@@ -46,6 +46,8 @@ def layer_calls(model: nn.Module, block: Tensor, count: int = LAYERS) -> list[La
 def time_attention(model: nn.Module, peer: Baseline | None, block: Tensor, repeats: int) -> dict[str, Any]:
     """Milliseconds a layer of the row's attention and of the fastest dense one, timed in turns."""
     calls = layer_calls(model, block)
+    if not calls:
+        return {"failed": f"every layer slides over fewer than {len(block):,} tokens: none attends to everything"}
     device = calls[0].q.device
     attend = _attend(model, peer)
     contenders = [*_dense(calls, device)]

@@ -28,6 +28,7 @@ DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 OTHER_KEYS, VALUES, HOPS = 3, 4, 4
 MAX_NEW_TOKENS = 48  # of the generated answers: four numbers of seven digits, or five names
 NUMBER_DIGITS = 7
+BEFORE = ":"  # what stands before a number that is asked for
 
 WORDS = (
     "amber anchor apple arrow basket beacon birch bridge candle canyon carbon castle cedar cherry cloud cobalt copper "
@@ -103,10 +104,23 @@ class Haystack:
         sentences = [" " + sentence for document in documents for sentence in _sentences(document)]
         if not sentences:
             raise ValueError("the text has no sentence to hide a fact between: give a longer --text")
-        self.sentences: list[list[int]] = tokenizer(sentences, add_special_tokens=False, verbose=False)["input_ids"]
+        self.sentences = self._encode_all(sentences)
 
     def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return self._encode_all([text])[0]
+
+    def _encode_all(self, texts: list[str]) -> list[list[int]]:
+        """As they go on behind other text: alone, some tokenizers would put a space of their own before each."""
+
+        def encoded(texts: list[str]) -> list[list[int]]:
+            return self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]  # type: ignore
+
+        (before,) = encoded([BEFORE])
+        behind, alone = encoded([BEFORE + text for text in texts]), encoded(texts)
+        return [
+            ids[len(before) :] if ids[: len(before)] == before else plain
+            for ids, plain in zip(behind, alone, strict=True)
+        ]
 
     def hide(self, hidden: Hidden, places: Sequence[float], room: int, rng: random.Random) -> list[int]:
         """At most `room` tokens: the opening, whole sentences with the facts at their places (0 to 1), the question."""

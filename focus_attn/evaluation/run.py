@@ -22,7 +22,7 @@ from focus_attn.evaluation.bootstrap import RESAMPLES
 from focus_attn.evaluation.models import Compared
 from focus_attn.evaluation.requests import Requests
 from focus_attn.evaluation.score_file import ScoreFile, read_scores
-from focus_attn.evaluation.scoring import score
+from focus_attn.evaluation.scoring import Scorer, score
 from focus_attn.evaluation.summary import (
     BASE,
     Cell,
@@ -78,6 +78,9 @@ def score_all(
     progress: Progress | None = None,
 ) -> None:
     """Score with every model what the folder does not have yet."""
+    for name in compared.names:  # before hours are spent on the first one
+        with compared.use(name) as model:
+            Scorer(model, requests, compared.tokenizer).check()
     for name in compared.names:
         facts = compared.facts(name)
         with compared.use(name) as model:
@@ -112,6 +115,7 @@ def score_model(
     """
     if f"{name}.jsonl" == ITEMS:
         raise ValueError(f"a model cannot be called {name!r}: {ITEMS} holds the requests")
+    Scorer(model, requests, tokenizer).check()  # before anything is written: what is refused is to leave no trace
     if not (folder / ITEMS).is_file():
         requests.without_tokens().save(folder / ITEMS)
     elif Requests.load(folder / ITEMS).digest != requests.digest:

@@ -49,15 +49,11 @@ def score(
     Args:
         tokenizer: needed where something is generated.
         batch_tokens: how many at once; by default what suits the device.
-        share_prefixes: run a prefix once and go on from its cache; False for a model that has none.
+        share_prefixes: run a prefix once and go on from its cache; False for a model that has no cache.
     """
-    if isinstance(model, FocusModel) and model.focus_config.leaks_future():
-        raise ValueError("the routing of this adapter sees later tokens (`paper_leaky`): its scores would mean nothing")
-    if missing := [item for item in requests.items if not item.context]:
-        raise ValueError(f"item {missing[0].item!r} of {missing[0].task!r} has no tokens: this file is for the metrics")
     scorer = Scorer(model, requests, tokenizer, batch_tokens, share_prefixes)
+    scorer.check()
     left = [item for item in requests.items if item.key not in scores.scores]
-    scorer.check(left)
     done, was_training = len(requests.items) - len(left), model.training
     model.eval()
     if progress:
@@ -90,8 +86,17 @@ class Scorer:
         self.device = next(model.parameters()).device
         self.batch_tokens = batch_tokens or BATCH_TOKENS.get(self.device.type, BATCH_TOKENS["cpu"])
 
-    def check(self, items: Sequence[Item]) -> None:
-        """Before anything runs: ids that the model has, lengths that it reaches, a tokenizer where one is needed."""
+    def check(self) -> None:
+        """Before anything runs: causal routing, ids that the model has, lengths that it reaches, a tokenizer where one
+        is needed."""
+        if self.focus is not None and self.focus.focus_config.leaks_future():
+            raise ValueError(
+                "the routing of this adapter sees later tokens (`paper_leaky`): its scores would mean nothing"
+            )
+        items = self.requests.items
+        if missing := [item for item in items if not item.context]:
+            one = missing[0]
+            raise ValueError(f"item {one.item!r} of {one.task!r} has no tokens: this file is for the metrics")
         if not items:
             return
         longest = max(items, key=self.requests.length)
@@ -236,6 +241,9 @@ class Scorer:
                 temperature=None,
                 top_p=None,
                 top_k=None,
+                repetition_penalty=1.0,  # some models' own settings have one, and answers repeat the prompt
+                no_repeat_ngram_size=0,
+                use_cache=self.share_prefixes,
                 max_new_tokens=max(limits),
                 pad_token_id=pad or 0,
                 stopping_criteria=StoppingCriteriaList([criterion]),

@@ -47,7 +47,7 @@ class Row:
     @property
     def at_floor(self) -> bool:
         """The base model does no better than guessing: nothing can be lost, so nothing is shown by not losing it."""
-        return self.errors_above_chance is not None and self.errors_above_chance < FLOOR
+        return self.n > 1 and self.errors_above_chance is not None and self.errors_above_chance < FLOOR
 
     def verdict(self, model: str) -> str:
         if self.at_floor:
