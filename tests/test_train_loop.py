@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny import tiny_config, tiny_model, tokenizer_with_bos, tokens
-from training_runs import CONFIG, TWO_STAGES, AtStep, assert_same, recipe, routers, run, stage
+from training_runs import CONFIG, STAGE, TWO_STAGES, AtStep, assert_same, recipe, routers, run, stage
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from focus_attn import FocusModel, get_focus_model
@@ -269,6 +269,81 @@ def test_a_run_may_end_with_the_mean_of_its_last_stages(tmp_path):
         stop = AtStep(step, lambda: signal.raise_signal(signal.SIGINT))
         assert run(tmp_path / "b", asked, callbacks=[stop]).steps == (2, 9, 10)[number]
     assert_same(routers(run(tmp_path / "b", asked)), routers(result))
+
+    stop = AtStep(4, lambda: signal.raise_signal(signal.SIGINT))  # of the second and of the last: it is done then
+    assert run(tmp_path / "c", asked, callbacks=[stop]).steps == 7
+    at_last = run(tmp_path / "c", asked, callbacks=[stop])
+    assert at_last.finished and at_last.perplexity.ppl == result.perplexity.ppl
+    assert_same(routers(at_last), routers(result))
+
+
+def test_routers_of_another_model_are_not_gone_on_with(plain, tmp_path):
+    shutil.copytree(plain[0].output, tmp_path / "run")
+    torch.manual_seed(5)
+    other = tiny_model()
+    for parameter in other.parameters():
+        parameter.data += 0.1
+    with pytest.raises(ValueError, match="the model's weights"):
+        run(tmp_path / "run", model=other)
+    half = tiny_model().bfloat16()  # the same one
+    assert run(tmp_path / "run", model=half).steps == 6
+
+
+def test_intervals_may_change_and_what_is_held_out_may_not(tmp_path):
+    stop = AtStep(3, lambda: signal.raise_signal(signal.SIGINT))
+    seldom = dataclasses.replace(recipe(), log_every=5, save_every=5, evaluate_every=5)
+    assert run(tmp_path, seldom, callbacks=[stop]).steps == 3
+    with pytest.raises(ValueError, match="`evaluate_every` is 0 or not"):
+        run(tmp_path, dataclasses.replace(seldom, evaluate_every=0))
+    run(tmp_path, dataclasses.replace(seldom, log_every=1, save_every=1, evaluate_every=2))
+    assert [one.position.total for one in checkpoints(tmp_path)] == [5, 6]
+    logged = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [one["step"] for one in logged if "loss" in one and one["step"] > 3] == [4, 5, 6]
+    assert [one["step"] for one in logged if "eval_perplexity" in one and one["step"] > 3] == [4, 6]
+
+
+def test_a_start_alone_may_be_random_and_the_record_is_of_this_run(tmp_path):
+    start = recipe(start=Start(how="random", length=64), evaluate_every=1, stages=())
+    first = run(tmp_path, start)
+    second = run(tmp_path, dataclasses.replace(start, seed=7), resume=False)
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["recipe"]["seed"] == 7
+    assert record["perplexity"]["ppl"] == second.perplexity.ppl != first.perplexity.ppl
+
+
+def test_starting_anew_leaves_no_base_of_before(tmp_path):
+    run(tmp_path, TWO_STAGES)
+    assert (tmp_path / "base_model").is_dir()
+    run(tmp_path, resume=False)
+    assert not (tmp_path / "base_model").exists()
+
+
+def test_a_base_is_saved_with_its_buffers(tmp_path):
+    model = tiny_model("deepseek_v3")
+    buffers = [buffer.normal_() for name, buffer in model.named_buffers() if "e_score" in name]
+    run(tmp_path, recipe(stage(steps=1, trains="everything")), model=model)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "base_model")
+    saved = [buffer for name, buffer in again.named_buffers() if "e_score" in name]
+    assert buffers and all(torch.equal(*pair) for pair in zip(saved, buffers, strict=True))
+
+
+def test_weights_that_cannot_be_trained_or_saved_are_refused_before_anything_runs(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    everything = recipe(stage(trains="everything"))
+    adapted = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="merge_and_unload"):
+        run(tmp_path, everything, model=adapted)
+    quantised = tiny_model()
+    quantised.is_quantized = True
+    with pytest.raises(ValueError, match="quantised"):
+        run(tmp_path, everything, model=quantised)
+
+
+def test_the_warm_up_leaves_half_of_a_short_stage(tmp_path):
+    run(tmp_path, recipe(stage(warmup=50, schedule="constant"), log_every=1))
+    rates = [json.loads(line).get("learning_rate") for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [rate for rate in rates if rate is not None][-3:] == [STAGE.learning_rate] * 3
 
 
 def test_the_first_phase_leaves_the_base_alone(tmp_path):

@@ -8,11 +8,12 @@ one is whole. Random numbers need no state of their own: every step draws from a
         base_model.safetensors                       only where the run trains the base
         optimizer.pt                                 optimiser, learning-rate schedule, means of steps and stages
         trainer_state.json                           transformers' own account of the stage
-        progress.json                                stage, step, recipe, digest of the data
+        progress.json                                stage, step, recipe, digests of the data and of the base
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -49,6 +50,11 @@ class Checkpoint:
     position: Position
     recipe: Recipe
     data_digest: str
+    base_digest: str | None = None  # None: of before it was kept
+
+    @property
+    def holds_base(self) -> bool:
+        return (self.folder / BASE).is_file()
 
 
 def checkpoints(output: Path) -> list[Checkpoint]:
@@ -63,7 +69,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         if described["format"] != FORMAT:
             raise ValueError(f"format {described['format']}, this version reads {FORMAT}")
         recipe = Recipe.from_dict(described["recipe"])
-        return Checkpoint(folder, Position(**described["position"]), recipe, described["data"])
+        position = Position(**described["position"])
+        return Checkpoint(folder, position, recipe, described["data"], described.get("base"))
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"the checkpoint {str(folder)!r} cannot be read ({error}): remove it to go on from an older one, or start "
@@ -72,7 +79,12 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def write_checkpoint(
-    output: Path, position: Position, recipe: Recipe, data_digest: str, fill: Callable[[Path], None]
+    output: Path,
+    position: Position,
+    recipe: Recipe,
+    data_digest: str,
+    fill: Callable[[Path], None],
+    base_digest: str | None = None,
 ) -> Checkpoint:
     """Write one by `fill(folder)`, whole or not at all, then remove those that are too many."""
     parent = output / FOLDER
@@ -87,6 +99,7 @@ def write_checkpoint(
             "position": asdict(position),
             "recipe": recipe.to_dict(),
             "data": data_digest,
+            "base": base_digest,
         }
         (draft / PROGRESS).write_text(json.dumps(described, indent=2), encoding="utf-8")
         for file in draft.iterdir():
@@ -108,7 +121,7 @@ def write_checkpoint(
         ) from error
     for old in checkpoints(output)[: -recipe.keep_checkpoints]:
         shutil.rmtree(old.folder, ignore_errors=True)
-    return Checkpoint(target, position, recipe, data_digest)
+    return Checkpoint(target, position, recipe, data_digest, base_digest)
 
 
 def _to_disk(path: Path) -> None:
@@ -123,6 +136,24 @@ def base_parameters(model: FocusModel) -> dict[str, torch.nn.Parameter]:
     """The base model's own parameters by name, without the routers."""
     routers = {id(p) for layer in model.focus_layers() for p in layer.parameters()}
     return {name: p for name, p in model.base_model.named_parameters() if id(p) not in routers}
+
+
+def persistent_buffers(model: FocusModel) -> dict[str, Tensor]:
+    """The base model's own that its files hold beside the parameters."""
+    routers = {id(buffer) for layer in model.focus_layers() for buffer in layer.buffers()}
+    saved = model.base_model.state_dict().keys()
+    return {name: b for name, b in model.base_model.named_buffers() if name in saved and id(b) not in routers}
+
+
+def digest_of_base(model: FocusModel) -> str:
+    """Of a few numbers of every weight, whatever precision they are in: routers belong to the weights they were trained
+    on, and models of one shape are many."""
+    digest = hashlib.sha256()
+    for name, parameter in base_parameters(model).items():
+        if not parameter.is_meta:  # offloaded
+            some = parameter.detach().flatten()[:16].to("cpu", torch.bfloat16)
+            digest.update(name.encode() + some.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def save_base(tensors: dict[str, Tensor], folder: Path) -> None:

@@ -62,9 +62,9 @@ class TokenStore:
 
     def split_off(self, length: int, blocks: int) -> tuple[TokenStore, TokenStore]:
         """What is left, and up to this many blocks of `length` tokens from the ends of the last documents that have
-        one: at most a quarter of the tokens. Of such a document only what still makes a block is left."""
+        one: at most a quarter of those that there are. Of such a document only what still makes a block is left."""
         length -= len(self.begin)
-        blocks = min(blocks, self.tokens // 4 // length)
+        blocks = min(blocks, int((self._lengths // length).sum()) // 4)
         left, taken = [], []
         for first, last in self.documents[::-1].tolist():
             cut = last - length * min((last - first) // length, blocks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
 import math
 import shutil
 import signal
@@ -32,7 +33,9 @@ from focus_attn.training.checkpoint import (
     Position,
     base_parameters,
     checkpoints,
+    digest_of_base,
     load_weights,
+    persistent_buffers,
     read_optimizer,
 )
 from focus_attn.training.data import TokenStore
@@ -53,6 +56,7 @@ from focus_attn.training.starts import start_routers
 from focus_attn.training.trainer import FocusTrainer, Run
 from focus_attn.zoo import cast_parameters, find_adapter, quiet_transformers
 
+RECORD = "run.json"
 # What may change between a run and its continuation: it does not change what is learned.
 HARMLESS = frozenset(
     "name model text log_every save_every evaluate_every keep_checkpoints sharding micro_batch "
@@ -127,10 +131,12 @@ def train(
     with _given_back_on_failure(model, focus):
         recipe = dataclasses.replace(recipe, focus=focus.focus_config)
         _check_positions(recipe, focus)
+        _check_trainable(recipe, focus)
         shown = progress if rank() == 0 else None
         store, held_out = open_text(text_or_dataset, tokenizer, recipe, focus, shown)
         stages = [cut(store, one.length, recipe, f"stages[{index}]") for index, one in enumerate(recipe.stages)]
-        found = from_main(_find_checkpoint(Path(output), recipe, store, resume) if rank() == 0 else None)
+        base = digest_of_base(focus)
+        found = from_main(_find_checkpoint(Path(output), recipe, store, base, resume) if rank() == 0 else None)
         _place(focus, recipe, place)
         run = Run(
             model=focus,
@@ -138,6 +144,7 @@ def train(
             output=Path(output),
             device=place,
             data_digest=store.digest,
+            base_digest=base,
             held_out=held_out,
             log=log,
             progress=shown,
@@ -211,9 +218,10 @@ def _run_stages(
         trainer = FocusTrainer(run, index, data, [*_tensorboard(run, index), *callbacks])
         trainer.train(resume_from_checkpoint=str(found.folder) if found is not None and within else None)
         position = trainer.position
+        if position.step == stage.steps:  # an interruption may come with the last step
+            _count_in(run, index)
         if run.interrupted:
             break
-        _count_in(run, index)
     return position
 
 
@@ -230,7 +238,8 @@ def _end_with_mean(run: Run, position: Position) -> None:
     run.stage_mean.put(run.model)
     measured = ""
     if run.recipe.evaluate_every and len(run.held_out):
-        run.perplexity = block_perplexity(run.model, run.held_out)
+        with run.precision():
+            run.perplexity = block_perplexity(run.model, run.held_out)
         measured = f", held-out text: {run.perplexity}"
     run.say(f"the mean of the last {run.recipe.mean_of_stages} stages{measured}")
 
@@ -278,16 +287,32 @@ def _check_positions(recipe: Recipe, model: FocusModel) -> None:
             raise ValueError(f"`{where}.length` is {length:,}, the model has {most:,} positions: lower it")
 
 
+def _check_trainable(recipe: Recipe, model: FocusModel) -> None:
+    """Before anything runs: whether the base's weights can be trained and saved, where they are to be."""
+    base = model.base_model
+    if recipe.trains_base and hasattr(base, "peft_config"):
+        raise ValueError(
+            "`trains: everything` would train the weights under the peft adapter too, and only the adapter would be "
+            "saved: give the model that `merge_and_unload()` returns"
+        )
+    if recipe.trains_base and getattr(base, "is_quantized", False):
+        raise ValueError(
+            "`trains: everything` needs weights that have gradients, and this model is quantised: load it without"
+        )
+
+
 def _sequences(stage: Stage) -> int:
     return stage.steps * stage.sequences
 
 
-def _find_checkpoint(output: Path, recipe: Recipe, store: TokenStore, resume: bool) -> Checkpoint | None:
+def _find_checkpoint(output: Path, recipe: Recipe, store: TokenStore, base: str, resume: bool) -> Checkpoint | None:
     if output.exists() and not output.is_dir():
         raise ValueError(f"`output` must be a folder, but {str(output)!r} is a file")
     output.mkdir(parents=True, exist_ok=True)
     if not resume:
-        shutil.rmtree(output / FOLDER, ignore_errors=True)
+        for folder in (FOLDER, BASE_FOLDER):
+            shutil.rmtree(output / folder, ignore_errors=True)
+        (output / RECORD).unlink(missing_ok=True)
         return None
     found = checkpoints(output)
     if not found:
@@ -296,6 +321,10 @@ def _find_checkpoint(output: Path, recipe: Recipe, store: TokenStore, resume: bo
     differing = [text for field, text in recipe.differences(last.recipe) if field.split(".")[-1] not in HARMLESS]
     if last.data_digest != store.digest:
         differing.append("the text")
+    if last.base_digest not in (None, base) and not last.holds_base:  # one that it holds is put into the model
+        differing.append("the model's weights")
+    if bool(recipe.evaluate_every) != bool(last.recipe.evaluate_every) and recipe.takes_held_out:
+        differing.append("`evaluate_every` is 0 or not, which changes what is trained on")
     if differing:
         raise ValueError(
             f"{str(output)!r} holds a run of another recipe; different now and there: {'; '.join(differing)}. Choose "
@@ -402,7 +431,9 @@ def _tensorboard(run: Run, index: int) -> list[Any]:
 def _finish(run: Run, position: Position, seconds: float) -> TrainedRun:
     run.model.eval()
     finished = position.total == run.recipe.steps
-    base = whole(base_parameters(run.model)) if run.recipe.trains_base else None
+    base = None
+    if run.recipe.trains_base:
+        base = whole({**base_parameters(run.model), **persistent_buffers(run.model)})
     result = TrainedRun(run.model, run.output, finished, position.total, seconds, run.measures, run.perplexity)
     if run.is_main:
         from focus_attn.bench.record import write_json
@@ -411,9 +442,16 @@ def _finish(run: Run, position: Position, seconds: float) -> TrainedRun:
         if base is not None:
             with quiet_transformers():
                 run.model.base_model.save_pretrained(run.output / BASE_FOLDER, state_dict=base)  # type: ignore[operator]
-        record = run.output / "run.json"
-        if run.measures or not record.exists():  # else it was finished already, and its record says more
+        record = run.output / RECORD
+        if run.measures or not _is_finished(record):  # else it was finished already, and its record says more
             write_json(record, {"recipe": run.recipe.to_dict(), **result.to_dict()})
     state = "done" if finished else f"stopped by {run.interrupted}; the same call goes on"
     run.say(f"step {position.total:,} of {run.recipe.steps:,}, {duration(seconds)}: {state}. Adapter in {run.output}")
     return result
+
+
+def _is_finished(record: Path) -> bool:
+    try:
+        return bool(json.loads(record.read_text(encoding="utf-8"))["finished"])
+    except (OSError, ValueError, KeyError):
+        return False

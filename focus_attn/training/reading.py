@@ -19,7 +19,7 @@ def open_text(
     source: Any, tokenizer: Any, recipe: Recipe, model: FocusModel, progress: Progress | None
 ) -> tuple[TokenStore, Tensor]:
     """The tokens to train on and the blocks to evaluate on, which share nothing."""
-    data, length = recipe.data, list(recipe.lengths().values() or [0])[-1]  # what is served, most likely
+    data, length = recipe.data, recipe.served_length
     aside = data.held_out * length if recipe.evaluate_every and data.held_out_text is None else 0
     start = 0 if recipe.start is None else recipe.start.blocks * recipe.start.length
     wanted = max((stage.tokens for stage in recipe.stages), default=0) + start + aside

@@ -87,7 +87,7 @@ class Stage:
     micro_batch: int = integer(1, "sequences of one forward on one device at most; the rest is accumulated", 1)
     learning_rate: float = number(2e-3, "of the routers, at its highest")
     base_learning_rate: float = number(2e-5, "of the other weights, where they are trained")
-    warmup: int = integer(50, "steps from 0 to the highest learning rate")
+    warmup: int = integer(50, "steps from 0 to the highest learning rate; at most half of the stage's")
     schedule: Schedule = choice("cosine", "the learning rate after the warm-up", Schedule)
     max_grad_norm: float = number(1.0, "gradients are clipped to this length; 0: never")
     weight_decay: float = number(0.0, "of the other weights; routers have none")
@@ -258,6 +258,19 @@ class Recipe:
         """The block lengths by where they stand."""
         start = {} if self.start is None or self.start.how == "random" else {"start": self.start.length}
         return {**start, **{f"stages[{index}]": stage.length for index, stage in enumerate(self.stages)}}
+
+    @property
+    def served_length(self) -> int:
+        """Tokens a block that is evaluated has: the last stage's, which most likely are served."""
+        if self.stages:
+            return self.stages[-1].length
+        assert self.start is not None  # a recipe has one or the other
+        return self.start.length
+
+    @property
+    def takes_held_out(self) -> bool:
+        """Whether what is evaluated on is taken from the text itself."""
+        return self.data.held_out > 0 and self.data.held_out_text is None
 
     @property
     def trains_base(self) -> bool:

@@ -72,6 +72,7 @@ class Run:
     output: Path
     device: torch.device
     data_digest: str
+    base_digest: str
     held_out: Tensor  # [blocks, T] to evaluate on
     log: Callable[[str], None]
     progress: Progress | None = None
@@ -113,7 +114,7 @@ class Run:
         failure = None
         if self.is_main:
             try:
-                write_checkpoint(self.output, position, self.recipe, self.data_digest, write)
+                write_checkpoint(self.output, position, self.recipe, self.data_digest, write, self.base_digest)
             except OSError as error:
                 failure = error
         failure = from_main(failure)
@@ -313,6 +314,7 @@ class FocusTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
+            self.state.compute_steps(self.args, self.state.max_steps)  # intervals may have changed since
             saved = load_optimizer(Path(checkpoint), self.optimizer, self.lr_scheduler)
             self.router_mean.load_state_dict(saved.get("router_mean"), self.run.model)
 
@@ -339,7 +341,7 @@ def _arguments(run: Run, stage: Stage) -> TrainingArguments:
         gradient_accumulation_steps=each // micro_batch,
         lr_scheduler_type=SCHEDULERS[stage.schedule],
         learning_rate=stage.learning_rate,
-        warmup_steps=stage.warmup,
+        warmup_steps=min(stage.warmup, stage.steps // 2),
         max_grad_norm=stage.max_grad_norm or math.inf,
         logging_steps=recipe.log_every,
         logging_first_step=True,
