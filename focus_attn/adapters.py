@@ -137,6 +137,20 @@ def describe_base(model: nn.Module) -> BaseModel:
     return BaseModel(name, config.model_type, config.hidden_size, config.num_hidden_layers)
 
 
+def check_own_base(adapter: Path, model_name: str | None) -> None:
+    """An adapter that was trained together with its model fits that one alone, which stands in a folder beside it."""
+    own = adapter / BASE_FOLDER
+    if own.is_dir() and (model_name is None or Path(model_name).resolve() != own.resolve()):
+        raise ValueError(f"the model was trained with this adapter: give --model {own}")
+
+
+def digest_of_tensors(adapter: Adapter) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(adapter.tensors.items()):
+        digest.update(name.encode() + tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
 def tensor_name(layer_idx: int, key: str) -> str:
     """The name in the file of a tensor of a layer's router."""
     return f"layers.{layer_idx}.{key}"

@@ -25,6 +25,7 @@ class IdsTag(NamedTuple):
     """Whose ids a cache layer holds. Ids of another adapter mean other groups."""
 
     adapter: str
+    routers: str  # what tells them from others under the same name
     layer_idx: int
     ordinal: int  # among the routed layers
     num_routers: int
@@ -70,10 +71,23 @@ def _add_id_layers(cache: Cache, tags: dict[int, IdsTag], num_layers: int) -> No
         base: Any = cache.layers[tag.layer_idx]
         if base.is_initialized and bool(base.get_seq_length() > 0):
             raise ValueError(FOREIGN_CACHE.format(by="without Focus", adapter=tag.adapter))
+    after_last = _first_offloaded(cache).prefetch if getattr(cache, "offloading", False) else None
     for tag in tags.values():
         layer: Any = _layer_like(cache.layers[tag.layer_idx])
         layer.focus_tag = tag
+        if after_last is not None:
+            layer.prefetch = after_last
         cache.layers.append(layer)
+
+
+def _first_offloaded(cache: Any) -> Any:
+    """The layer that transformers is to fetch when the last one has been used. It looks for one behind that first, and
+    finds ours, which are small and stay where they are."""
+    linear = getattr(cache, "is_linear", [False] * len(cache.layers))
+    for layer, is_linear, is_sliding in zip(cache.layers, linear, cache.is_sliding, strict=True):
+        if not is_linear and not (cache.only_non_sliding and is_sliding):
+            return layer
+    return cache.layers[0]
 
 
 def _layer_like(base: Any) -> CacheLayerMixin:

@@ -91,6 +91,8 @@ def demo(
         for path in (report, json_file):
             if path is not None and not path.parent.is_dir():
                 raise ValueError(f"the folder of {str(path)!r} does not exist: create it or choose another place")
+        if save is not None and save.exists() and not save.is_dir():
+            raise ValueError(f"an adapter is saved into a folder, but {str(save)!r} is a file")
         given = {
             "length": length,
             "blocks": blocks,
@@ -131,7 +133,7 @@ def generate(
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     chat: Annotated[bool, typer.Option(help="Use the model's chat template, if it has one.")] = True,
 ) -> None:
-    """Continue a prompt, printed as it is made."""
+    """Answer a prompt (--no-chat: continue it), printed as it is made."""
     with plain_errors():
         from focus_attn.generation import stream
 

@@ -59,6 +59,14 @@ class DemoOptions:
     fast: bool = False
     config: FocusConfig = field(default_factory=FocusConfig)
 
+    def __post_init__(self) -> None:
+        """Now, not when the fit begins."""
+        for name in ("steps", "train_blocks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}")
+        if not 0 < self.budget <= 1:
+            raise ValueError(f"`budget` is a share of the causal pairs, between 0 and 1, got {self.budget}")
+
     @classmethod
     def for_tests(cls, **changes: Any) -> DemoOptions:
         """A tiny random model and a few steps: everything runs, nothing is worth reading."""

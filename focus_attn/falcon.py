@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import MethodType
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ def is_attention(module: nn.Module) -> bool:
 def put_on(module: Any) -> None:
     name = _forward_name(module)
     module.focus_own_forward = module.__dict__.get(name)
-    setattr(module, name, MethodType(_forward, module))
+    setattr(module, name, partial(_forward, module))  # a method of this name could not be pickled
 
 
 def take_off(module: Any) -> None:

@@ -179,6 +179,11 @@ class Seam:
         configs = [part.config.get_text_config(decoder=True) for part in decoders if self._holds_attention(part)]
         configs += [module.config for module in self.modules]  # type: ignore[misc]
         self.configs = list({id(config): config for config in configs}.values())
+        if any(config._attn_implementation == FOCUS for config in self.configs):
+            raise ValueError(
+                "another model with Focus on it shares this model's config object, and would lose its own attention: "
+                "give each a config of its own, as `from_pretrained` and `copy.deepcopy(config)` do"
+            )
         self.implementations: list[str | None] = []
         self.hooks: list[Any] = []
 
@@ -202,8 +207,6 @@ class Seam:
 
     def switch_on(self) -> None:
         """Make "focus" the attention implementation; remembers the model's own."""
-        AttentionInterface.register(FOCUS, focus_attention_forward)
-        AttentionMaskInterface.register(FOCUS, focus_mask)
         self.implementations = [config._attn_implementation for config in self.configs]
         for config in self.configs:
             config._attn_implementation_internal = FOCUS
@@ -261,6 +264,10 @@ def _route(state: FocusState, layer: FocusLayer, spec: LayerSpec, given: dict[st
     return FocusCall(routing, key_groups)
 
 
+# A bias on the scores, or keys that the model has chosen itself: without them it would be another model.
+_CHANGING = ("position_bias", "indices", "block_indices")
+
+
 def focus_attention_forward(
     module: Any,
     query: Tensor,
@@ -281,7 +288,13 @@ def focus_attention_forward(
     if focus_routing is None:
         raise ValueError(
             f'{type(module).__name__} runs with `attn_implementation="focus"` but without routers: '
-            "put Focus on a model with `get_focus_model` rather than by setting its implementation"
+            "put Focus on a model with `get_focus_model` rather than by setting its implementation. If another model "
+            "has Focus on it and shares this one's config object, give each a config of its own"
+        )
+    if changing := [name for name in _CHANGING if unused.get(name) is not None]:
+        raise ValueError(
+            f"{type(module).__name__} gives its attention `{changing[0]}`, which changes what it computes and which "
+            "Focus does not know: it cannot stand in for this model's attention"
         )
     if dropout:
         raise ValueError(
@@ -307,3 +320,8 @@ def focus_attention_forward(
         sink_logits=s_aux,
     )
     return attend(state, layer, focus_routing, inputs).transpose(1, 2).contiguous(), None
+
+
+# As soon as this module is there, which a model that comes out of a file or another process brings with it.
+AttentionInterface.register(FOCUS, focus_attention_forward)
+AttentionMaskInterface.register(FOCUS, focus_mask)

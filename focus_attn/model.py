@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
+import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +17,15 @@ from torch import Tensor, nn
 from transformers import pipelines
 from transformers.utils import PushToHubMixin
 
-from focus_attn.adapters import Adapter, describe_base, read_adapter, served_with, tensor_name, write_adapter
+from focus_attn.adapters import (
+    Adapter,
+    describe_base,
+    digest_of_tensors,
+    read_adapter,
+    served_with,
+    tensor_name,
+    write_adapter,
+)
 from focus_attn.cache import IdsTag
 from focus_attn.config import FocusConfig
 from focus_attn.hf import (
@@ -59,8 +69,8 @@ class FocusModel(nn.Module, PushToHubMixin):
         is_peft = bool(getattr(model, "peft_config", None))
         self._base_was_training = model.training
         self._checkpoint_hooks: list[Any] = []
-        self._frozen = [] if is_peft else [p for p in model.parameters() if p.requires_grad]
-        for parameter in self._frozen:
+        self._frozen = {} if is_peft else {name: p for name, p in model.named_parameters() if p.requires_grad}
+        for parameter in self._frozen.values():
             parameter.requires_grad_(False)
         seam.attach(self._state)
         seam.switch_on()
@@ -79,6 +89,15 @@ class FocusModel(nn.Module, PushToHubMixin):
             if name == "base_model":  # not there yet, or a copy in the making
                 raise
             return getattr(self.base_model, name)
+
+    @property
+    def generation_config(self) -> Any:
+        """The base model's, which is the one that generates."""
+        return self.base_model.generation_config
+
+    @generation_config.setter
+    def generation_config(self, settings: Any) -> None:
+        self.base_model.generation_config = settings
 
     # Running
 
@@ -250,11 +269,12 @@ class FocusModel(nn.Module, PushToHubMixin):
                 f"there is an adapter {adapter_name!r} already: `delete_adapter` it or choose another name"
             )
         tags: dict[int, IdsTag] = {}
+        new = secrets.token_hex(8)
         for module, spec in zip(seam.modules, seam.specs, strict=True):
             if spec.is_routed(config, state.num_layers):
                 router = spec.new_router(config, state.num_layers, execution_device(module)).requires_grad_(False)
                 index, routers = spec.layer_idx, router.num_routers
-                tags[index] = IdsTag(adapter_name, index, len(tags), routers, config.key_top_k)
+                tags[index] = IdsTag(adapter_name, new, index, len(tags), routers, config.key_top_k)
                 for layer in _layers_of(module):
                     layer.routers[adapter_name] = copy.deepcopy(router).train(layer.training)
         state.configs[adapter_name], state.tags[adapter_name] = config, tags
@@ -291,7 +311,13 @@ class FocusModel(nn.Module, PushToHubMixin):
         found = read_adapter(source, **hub_options)
         adapter = served_with(found, changes, describe_base(self.base_model), self._attached().specs)
         self.add_adapter(adapter_name, adapter.config)
+        self._fill(adapter, adapter_name)
+
+    def _fill(self, adapter: Adapter, adapter_name: str) -> None:
+        """Routers that were read: a cache they have filled is known by what they are, in another process too."""
         self._copy_tensors(adapter, adapter_name)
+        tags, routers = self._state.tags, digest_of_tensors(adapter)
+        tags[adapter_name] = {index: tag._replace(routers=routers) for index, tag in tags[adapter_name].items()}
 
     def _copy_tensors(self, adapter: Adapter, adapter_name: str) -> None:
         for layer in self._all_layers():
@@ -309,6 +335,8 @@ class FocusModel(nn.Module, PushToHubMixin):
         """Write the active (or the named) adapter: its routers and its config, nothing of the base model."""
         name = self.active_adapter if adapter_name is None else adapter_name
         self._check_known(name)
+        if unknown := sorted(hub_options.keys() - _SAVING_OPTIONS):
+            raise TypeError(f"`save_pretrained` knows no {unknown[0]!r}: an adapter is named by `adapter_name`")
         if push_to_hub and name != self.active_adapter:
             raise ValueError(
                 f"what is pushed is the active adapter {self.active_adapter!r}: `set_adapter({name!r})` first"
@@ -339,7 +367,7 @@ class FocusModel(nn.Module, PushToHubMixin):
         """
         adapter = served_with(read_adapter(source, **hub_options), changes, describe_base(model), Seam(model).specs)
         focus = cls(model, adapter.config, adapter_name)
-        focus._copy_tensors(adapter, adapter_name)
+        focus._fill(adapter, adapter_name)
         return focus
 
     def unload(self) -> nn.Module:
@@ -350,8 +378,11 @@ class FocusModel(nn.Module, PushToHubMixin):
         for hook in self._checkpoint_hooks:
             hook.remove()
         seam.remove()
-        for parameter in self._frozen:
+        now = dict(self.base_model.named_parameters())
+        for name, parameter in self._frozen.items():
             parameter.requires_grad_(True)
+            if name in now:  # another one by now, where embeddings were resized, say
+                now[name].requires_grad_(True)
         self.base_model.train(self._base_was_training)
         self._seam = None
         return self.base_model
@@ -377,6 +408,13 @@ class FocusModel(nn.Module, PushToHubMixin):
         self._attached()
         if adapter_name not in self._state.configs:
             raise ValueError(f"no adapter {adapter_name!r}; there are {', '.join(map(repr, self._state.configs))}")
+
+
+# What transformers and accelerate hand to any model's `save_pretrained`, and what the Hub takes.
+_SAVING_OPTIONS = {
+    *inspect.signature(PushToHubMixin.push_to_hub).parameters,
+    *("repo_id", "state_dict", "is_main_process", "save_function", "safe_serialization", "max_shard_size", "variant"),
+}
 
 
 def _layers_of(module: nn.Module) -> list[FocusLayer]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import SPARSE, opened, tiny_model, tokens
+from tiny import SPARSE, VOCAB, focus, opened, tiny_model, tokens
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from focus_attn import FocusConfig, FocusModel, get_focus_model
@@ -339,6 +339,21 @@ def test_a_named_adapter_can_be_saved(tmp_path):
     model.add_adapter("law", FocusConfig(window=7))
     model.save_pretrained(tmp_path, adapter_name="law")
     assert FocusModel.from_pretrained(tiny_model(), tmp_path, "law").adapters == {"law": FocusConfig(window=7)}
+
+
+def test_a_misspelled_option_of_saving_is_no_other_adapter(tmp_path):
+    model = focus()
+    model.add_adapter("law", dataclasses.replace(SPARSE, num_groups=2))
+    with pytest.raises(TypeError, match=r"'adaptor_name'.*`adapter_name`"):
+        model.save_pretrained(tmp_path, adaptor_name="law")
+    model.save_pretrained(tmp_path, state_dict=None, safe_serialization=True)  # as trainers do
+
+
+def test_what_was_frozen_is_unfrozen_where_it_was_replaced_too():
+    model = focus()
+    model.resize_token_embeddings(VOCAB + 6)
+    base = model.unload()
+    assert all(p.requires_grad for p in base.parameters())
 
 
 def test_adapter_names_that_are_wrong():

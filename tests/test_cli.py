@@ -65,6 +65,8 @@ def test_demo_on_the_users_text(tmp_path):
         (["--text", "absent.txt"], "no such file or folder"),
         (["--report", "absent/r.html"], "does not exist"),
         (["--budget", "2"], "`budget`"),
+        (["--steps", "0"], "`steps` must be at least 1"),
+        (["--save", __file__], "is a file"),
         (["--length", "20"], "too small to fit on"),
         (["--blocks", "0"], "`max_blocks`"),
     ],

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 from focus_attn import FocusConfig, get_focus_model
 from focus_attn.cli import app
-from focus_attn.evaluation.models import adapter_digest, load_compared
+from focus_attn.evaluation.models import adapter_digest, load_compared, short_names
 from focus_attn.evaluation.requests import Item, Requests, Task
 from focus_attn.evaluation.run import score_model, sum_up
 from focus_attn.evaluation.summary import Cell, kept_of_base, summarise
@@ -169,6 +170,24 @@ def test_help_fits_a_page():
 
 def answers(right):
     return {("t", str(n)): {"scores": [[0.0, False], [float(1 if hit else -1), False]]} for n, hit in enumerate(right)}
+
+
+def test_an_adapters_folder_may_be_called_anything():
+    assert short_names([Path("a/train"), Path("b/train"), Path("a/base"), Path("k8.v2")]) == [
+        "train+",
+        "train++",
+        "focus",
+        "k8_v2",
+    ]
+
+
+def test_an_adapter_that_was_trained_with_its_model_is_not_asked_on_another(saved, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(saved / "k4", folder)
+    (folder / "base_model").mkdir()
+    for arguments in ([], ["--model", saved / "model"]):
+        result = run(*arguments, "--adapter", folder, "--text", saved / "text.txt")
+        assert result.exit_code == 1 and "trained with this adapter: give --model" in " ".join(result.output.split())
 
 
 def test_verdicts_and_floors():

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
 import torch
 from tiny import EXACT, SPARSE, focus, tiny_model, tokens
-from transformers import DynamicCache, QuantizedCache, StaticCache, cache_utils
+from transformers import DynamicCache, GenerationConfig, QuantizedCache, StaticCache, cache_utils
 
-from focus_attn import FocusConfig
+from focus_attn import FocusConfig, FocusModel, get_focus_model
+from focus_attn.cache import append_group_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore:this input of")
 MODELS = ["gpt2", "llama", "gemma2", "falcon", "deepseek_v3"]
@@ -195,6 +197,39 @@ def test_a_cache_of_another_adapter_is_refused(other):
     model.set_adapter("other")
     with pytest.raises(ValueError, match=r"another Focus adapter.*'other'"):
         cached(model, ids[:, :1], cache)
+
+
+def test_a_cache_of_another_adapter_of_the_same_name_is_refused(tmp_path):
+    ids, model = tokens(1, 20), focus()
+    model.save_pretrained(tmp_path)
+    model, cache = FocusModel.from_pretrained(model.unload(), tmp_path), DynamicCache(config=model.config)
+    cached(model, ids, cache)
+    again = FocusModel.from_pretrained(model.unload(), tmp_path)  # the same routers: the cache is theirs
+    cached(again, ids[:, :1], cache)
+    other = get_focus_model(again.unload(), SPARSE)
+    with pytest.raises(ValueError, match="another Focus adapter"):
+        cached(other, ids[:, :1], cache)
+
+
+def test_an_offloaded_cache_fetches_the_models_first_layer_after_its_last(monkeypatch):
+    """Where transformers would fetch ids, which stay where they are. Its streams are CUDA's: stood in for."""
+    model, cache, fetched = focus(), DynamicCache(), []
+    monkeypatch.setattr(cache_utils.DynamicLayer, "prefetch", lambda layer: fetched.append(layer))
+    cache.offloading, cache.only_non_sliding, cache.prefetch_stream = True, True, contextlib.nullcontext()
+    layers = model.config.num_hidden_layers
+    append_group_ids(cache, model._state.tags["default"], 0, layers, torch.zeros(1, 2, 5, 1, dtype=torch.int64))
+    assert len(cache.layers) == 2 * layers
+    cache = copy.deepcopy(cache)
+    for number in range(layers):
+        cache.prefetch(number + 1)
+    assert [cache.layers.index(layer) for layer in fetched] == [*range(1, layers), 0]
+
+
+def test_settings_of_generation_are_the_base_models():
+    model = focus()
+    model.generation_config = GenerationConfig(max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert model.generate(tokens(1, 20)).shape == (1, 23)
+    assert model.base_model.generation_config is model.generation_config
 
 
 def test_leaky_routing_cannot_go_on_from_a_cache():

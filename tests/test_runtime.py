@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import platform
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -169,6 +171,17 @@ def test_a_copy_is_independent():
         assert torch.equal(logits(model, ids), sparse)
     twin.unload()
     assert torch.equal(logits(model, ids), sparse)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "falcon"])
+def test_a_model_from_a_file_runs_in_another_process(architecture, tmp_path):
+    model, ids = focus(architecture), tokens()
+    torch.save((model, ids, logits(model, ids)), tmp_path / "model.pt")
+    program = (
+        "import sys, torch; model, ids, wanted = torch.load(sys.argv[1], weights_only=False); "
+        "torch.testing.assert_close(model(ids).logits, wanted)"
+    )
+    subprocess.run([sys.executable, "-c", program, tmp_path / "model.pt"], check=True, timeout=300)
 
 
 def test_unloading_inside_disable_focus():

@@ -92,6 +92,32 @@ def test_focus_twice_is_refused():
 
 
 @quiet
+def test_models_that_share_a_config_object_are_told_so():
+    first = tiny_model()
+    second = type(first)(first.config).eval()
+    model = get_focus_model(first, SPARSE)
+    with pytest.raises(ValueError, match="a config of its own"):
+        second(tokens())
+    with pytest.raises(ValueError, match="another model with Focus on it shares this model's config"):
+        get_focus_model(second, SPARSE)
+    assert not hasattr(second.model.layers[0].self_attn, "focus")
+    model.unload()
+    assert torch.isfinite(logits(second, tokens())).all()
+
+
+def test_attention_that_is_given_more_than_focus_knows_is_refused(monkeypatch):
+    model, ids = focus(), tokens()
+    real = model.base_model.model.layers[1].self_attn
+    forward = type(real).forward
+
+    def biased(self, *args, **kwargs):
+        return forward(self, *args, **{**kwargs, "position_bias": torch.ones(1)})
+
+    monkeypatch.setattr(type(real), "forward", biased)
+    with pytest.raises(ValueError, match="position_bias"):
+        model(ids)
+
+
 def test_a_custom_mask_is_refused():
     model, ids = focus(), tokens(length=12)
     for mask in (torch.ones(2, 1, 12, 12, dtype=torch.bool), torch.zeros(2, 1, 12, 12)):
