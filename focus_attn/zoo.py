@@ -184,7 +184,7 @@ def _find_gguf() -> Path:
 def _convert(gguf: Path, folder: Path) -> None:
     """Dequantise the GGUF file into an ordinary fp32 model folder."""
     if importlib.util.find_spec("gguf") is None:
-        raise ImportError("reading the default model needs the package 'gguf': pip install 'focus-attn[demo]'")
+        raise ImportError("reading the default model needs the package 'gguf': pip install gguf sentencepiece")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     # The redirection: transformers draws a bar of its own for GGUF, which no setting turns off.

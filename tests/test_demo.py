@@ -123,13 +123,14 @@ def test_crossover_is_interpolated_between_lengths():
     timings = [Timing(1000, 1.0, 2.0, 3), Timing(4000, 8.0, 4.0, 3)]
     assert crossover(timings) == pytest.approx(2000)
     assert "about 2,000" in describe_crossover(timings)
+    assert describe_crossover(timings[-1:]).endswith("the only length that was measured")
 
 
 def test_crossover_that_was_not_reached_is_said_to_lie_beyond():
     timings = [Timing(1000, 1.0, 2.0, 3), Timing(4000, 8.0, 9.0, 3)]
     assert crossover(timings) is None
     assert "beyond" in describe_crossover(timings) and "4,000" in describe_crossover(timings)
-    assert "from 1,000 on" in describe_crossover([Timing(1000, 2.0, 1.0, 3)])
+    assert "from 1,000 on" in describe_crossover([Timing(1000, 2.0, 1.0, 3), Timing(2000, 4.0, 1.0, 3)])
     assert describe_crossover([]) == "nothing was measured"
 
 

@@ -102,7 +102,7 @@ def reason_against(name: str, call: AttentionCall) -> str | None:
     if name != "triton":
         return None
     if not _is_installed("triton"):
-        return "needs Triton: `pip install focus-attn[triton]` (Linux), or use backend='stock'"
+        return "needs Triton: `pip install triton` (Linux), or use backend='stock'"
     if call.q.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"runs on CUDA devices, got {call.q.device}: use backend='stock'"
     if call.q.element_size() > 4:

@@ -187,6 +187,8 @@ def describe_crossover(timings: list[Timing]) -> str:
     if at is None:
         where = "every length up to" if all(timing.speedup <= 1 for timing in timings) else "the longest length,"
         return f"Focus was slower at {where} {timings[-1].length:,}: the crossover lies beyond"
+    if len(timings) == 1:
+        return f"Focus was faster at {timings[0].length:,}, the only length that was measured"
     if at == timings[0].length:
         return f"Focus was faster at every length from {timings[0].length:,} on"
     return f"Focus is faster from about {at:,.0f} tokens on"

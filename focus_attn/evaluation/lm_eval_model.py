@@ -18,7 +18,7 @@ def as_lm_eval_model(model: Any, tokenizer: PreTrainedTokenizerBase, **options: 
     try:
         from lm_eval.models.huggingface import HFLM
     except ImportError:
-        raise ImportError("this needs lm-eval: pip install 'focus-attn[eval]'") from None
+        raise ImportError("this needs lm-eval: pip install 'lm-eval[hf]' datasets") from None
     if isinstance(model, FocusModel) and model.focus_config.leaks_future():
         raise ValueError("the routing of this adapter sees later tokens (`paper_leaky`): its scores would mean nothing")
     return HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", **options)

@@ -214,7 +214,7 @@ def _quiet_lm_eval() -> Iterator[None]:
         import datasets
         import lm_eval  # noqa: F401 (first use: it sets its logger up)
     except ImportError:
-        raise ImportError("benchmark tasks need lm-eval: pip install 'focus-attn[eval]'") from None
+        raise ImportError("benchmark tasks need lm-eval: pip install 'lm-eval[hf]' datasets") from None
     logger = logging.getLogger("lm_eval")
     level = logger.level
     bars = datasets.utils.is_progress_bar_enabled()

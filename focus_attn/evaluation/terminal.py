@@ -30,7 +30,10 @@ def print_rows(console: Console, requests: Requests, rows: Sequence[Row], base: 
             shares = ", ".join(f"{model} {share:.1%}" for model, share in row.pairs_kept.items())
             console.print(f"Pairs kept in {row.task}: {shares}.")
     if any(row.against_base for row in rows):
-        console.print("within: no difference lies in the paired 95 % interval. better, worse: it does not.")
+        console.print(
+            "within: the paired 95 % interval holds 0 (a ratio of 1), so that no difference can be told. "
+            "better, worse: it does not hold it."
+        )
     if floors := [f"{row.task} {row.metric}" for row in rows if row.at_floor]:
         console.print(
             f"floor: the base model is less than two standard errors above chance, not counted: {', '.join(floors)}."

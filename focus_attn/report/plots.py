@@ -34,7 +34,7 @@ def check_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ImportError("the report needs matplotlib: pip install 'focus-attn[demo]'") from None
+        raise ImportError("plots need matplotlib: pip install matplotlib") from None
 
 
 def perplexity_plot(measured: dict[str, Perplexity], highlight: str) -> str:

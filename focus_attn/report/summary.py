@@ -49,8 +49,6 @@ def print_report(console: Console, report: dict[str, Any], written: Mapping[str,
         console.print(*lines, highlight=False)
     console.print(headline(report), highlight=False, markup=False)
     if report["tagger"] is None:
-        console.print(
-            "No word classes: pip install 'focus-attn[report]' and make the page again with --from.", markup=False
-        )
+        console.print("No word classes: pip install textblob and make the page again with --from.", markup=False)
     for what, path in written.items():
         console.print(f"{what}: {path}", highlight=False, markup=False, soft_wrap=True)

@@ -216,7 +216,7 @@ def _hub_rows(name: str, data: Data) -> Iterator[str]:
     try:
         from datasets import load_dataset
     except ImportError:
-        raise ImportError("datasets of the Hugging Face Hub need: pip install 'focus-attn[train]'") from None
+        raise ImportError("datasets of the Hugging Face Hub need: pip install datasets") from None
     dataset, split, subset, *more = [*name.removeprefix(HUB).split(":"), "", ""]
     if not dataset or len(more) > 2:
         raise ValueError(f"a dataset of the hub is written {HUB}owner/name[:split[:subset]], got {name!r}")

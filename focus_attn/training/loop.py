@@ -121,7 +121,7 @@ def train(
     """
     began = time.monotonic()
     if importlib.util.find_spec("accelerate") is None:
-        raise ImportError("training needs the package 'accelerate': pip install 'focus-attn[train]'")
+        raise ImportError("training needs the package 'accelerate': pip install accelerate")
     if not isinstance(recipe, Recipe):
         raise TypeError(f"`recipe` must be a Recipe, got {recipe!r}: read one with Recipe.from_yaml(path)")
     if time_limit is not None and not time_limit > 0:

@@ -355,5 +355,5 @@ def _yaml() -> Any:
     try:
         import yaml
     except ImportError:
-        raise ImportError("recipes in YAML need PyYAML: pip install 'focus-attn[train]'") from None
+        raise ImportError("recipes in YAML need PyYAML: pip install pyyaml") from None
     return yaml
