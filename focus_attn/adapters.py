@@ -140,8 +140,18 @@ def describe_base(model: nn.Module) -> BaseModel:
 def check_own_base(adapter: Path, model_name: str | None) -> None:
     """An adapter that was trained together with its model fits that one alone, which stands in a folder beside it."""
     own = adapter / BASE_FOLDER
-    if own.is_dir() and (model_name is None or Path(model_name).resolve() != own.resolve()):
-        raise ValueError(f"the model was trained with this adapter: give --model {own}")
+    if own.is_dir() and (model_name is None or not _same_weights(Path(model_name), own)):
+        raise ValueError(f"this adapter was trained together with its model: use the one in {str(own)!r} (--model)")
+
+
+def _same_weights(folder: Path, own: Path) -> bool:
+    """One folder, or copies of one."""
+
+    def sampled(place: Path) -> list[tuple[str, int, bytes]]:
+        files = sorted(place.glob("*.safetensors"))
+        return [(file.name, file.stat().st_size, file.open("rb").read(1 << 20)) for file in files]
+
+    return folder.resolve() == own.resolve() or (folder.is_dir() and sampled(folder) == sampled(own))
 
 
 def digest_of_tensors(adapter: Adapter) -> str:

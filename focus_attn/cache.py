@@ -38,6 +38,9 @@ FOREIGN_CACHE = (
 )
 
 
+BY_OTHERS = "by other routers, with another Focus adapter active or before this one was read from its file"
+
+
 def append_group_ids(cache: Cache, tags: dict[int, IdsTag], layer_idx: int, num_layers: int, ids: Tensor) -> Tensor:
     """Add the ids of new tokens [B, R, T, key_k] of one routed layer; returns those of all cached tokens and the new.
 
@@ -51,7 +54,7 @@ def append_group_ids(cache: Cache, tags: dict[int, IdsTag], layer_idx: int, num_
         _add_id_layers(cache, tags, num_layers)
     layer: Any = cache.layers[max(0, len(cache.layers) - len(tags)) + tag.ordinal]
     if _tag(layer) != tag:
-        raise ValueError(FOREIGN_CACHE.format(by="with another Focus adapter active", adapter=tag.adapter))
+        raise ValueError(FOREIGN_CACHE.format(by=BY_OTHERS, adapter=tag.adapter))
     _check_in_step(cache.layers[layer_idx], layer, tag)
     past_and_new, _ = layer.update(ids, ids[..., :0])
     # The same tensor where nothing came before: a backend may know by identity that both sides share their ids.
@@ -83,8 +86,7 @@ def _add_id_layers(cache: Cache, tags: dict[int, IdsTag], num_layers: int) -> No
 def _first_offloaded(cache: Any) -> Any:
     """The layer that transformers is to fetch when the last one has been used. It looks for one behind that first, and
     finds ours, which are small and stay where they are."""
-    linear = getattr(cache, "is_linear", [False] * len(cache.layers))
-    for layer, is_linear, is_sliding in zip(cache.layers, linear, cache.is_sliding, strict=True):
+    for layer, is_linear, is_sliding in zip(cache.layers, cache.is_linear, cache.is_sliding, strict=True):
         if not is_linear and not (cache.only_non_sliding and is_sliding):
             return layer
     return cache.layers[0]

@@ -42,10 +42,10 @@ def load(model_name: str | None, adapter: str | None, dtype: torch.dtype | None 
     frequencies in half precision lose far positions.
     """
     folder = None if adapter is None else find_adapter(adapter)  # before the model, which takes longer
-    if folder is not None:
-        check_own_base(folder, model_name)
     if model_name is None:
         return load_default_model(adapter=adapter, dtype=dtype or torch.float32)
+    if folder is not None:
+        check_own_base(folder, model_name)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     local = Path(model_name).is_dir()

@@ -19,7 +19,7 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     def checked(*args: Any) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # so it is with create_graph alone
             raise RuntimeError(
-                "Focus has no second derivatives of its routers and its attention: leave `create_graph` out"
+                "Focus has no second derivatives of its routers, attention and losses: leave `create_graph` out"
             )
         return once(*args)
 

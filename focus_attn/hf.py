@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+import weakref
 from typing import Any
 
 import torch
@@ -167,6 +168,9 @@ def _to_train(layer: nn.Module, *_: Any) -> None:
     layer.training = True
 
 
+_SWITCHED_ON: weakref.WeakSet[Seam] = weakref.WeakSet()
+
+
 class Seam:
     """The hold Focus has on a model: hooks, submodules, the attention implementation. All of it can be taken off."""
 
@@ -179,11 +183,13 @@ class Seam:
         configs = [part.config.get_text_config(decoder=True) for part in decoders if self._holds_attention(part)]
         configs += [module.config for module in self.modules]  # type: ignore[misc]
         self.configs = list({id(config): config for config in configs}.values())
-        if any(config._attn_implementation == FOCUS for config in self.configs):
+        mine = set(map(id, self.configs))
+        if any(id(config) in mine for seam in _SWITCHED_ON for config in seam.configs):
             raise ValueError(
                 "another model with Focus on it shares this model's config object, and would lose its own attention: "
                 "give each a config of its own, as `from_pretrained` and `copy.deepcopy(config)` do"
             )
+        self.usual = "sdpa" if all(getattr(part, "_supports_sdpa", False) for part in decoders) else "eager"
         self.implementations: list[str | None] = []
         self.hooks: list[Any] = []
 
@@ -207,13 +213,17 @@ class Seam:
 
     def switch_on(self) -> None:
         """Make "focus" the attention implementation; remembers the model's own."""
-        self.implementations = [config._attn_implementation for config in self.configs]
+        # A config may have come from a model with Focus on it, and say so.
+        own = (config._attn_implementation for config in self.configs)
+        self.implementations = [self.usual if name == FOCUS else name for name in own]
         for config in self.configs:
             config._attn_implementation_internal = FOCUS
+        _SWITCHED_ON.add(self)
         for module in filter(falcon.is_attention, self.modules):
             falcon.put_on(module)
 
     def switch_off(self) -> None:
+        _SWITCHED_ON.discard(self)
         for config, implementation in zip(self.configs, self.implementations, strict=True):
             config._attn_implementation_internal = implementation
         for module in filter(falcon.is_attention, self.modules):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import pipelines
+from transformers import PreTrainedModel, pipelines
 from transformers.utils import PushToHubMixin
 
 from focus_attn.adapters import (
@@ -336,7 +336,9 @@ class FocusModel(nn.Module, PushToHubMixin):
         name = self.active_adapter if adapter_name is None else adapter_name
         self._check_known(name)
         if unknown := sorted(hub_options.keys() - _SAVING_OPTIONS):
-            raise TypeError(f"`save_pretrained` knows no {unknown[0]!r}: an adapter is named by `adapter_name`")
+            raise TypeError(
+                f"`save_pretrained` has no option {unknown[0]!r} (which adapter is saved, `adapter_name` says)"
+            )
         if push_to_hub and name != self.active_adapter:
             raise ValueError(
                 f"what is pushed is the active adapter {self.active_adapter!r}: `set_adapter({name!r})` first"
@@ -410,10 +412,11 @@ class FocusModel(nn.Module, PushToHubMixin):
             raise ValueError(f"no adapter {adapter_name!r}; there are {', '.join(map(repr, self._state.configs))}")
 
 
-# What transformers and accelerate hand to any model's `save_pretrained`, and what the Hub takes.
+# What any model's `save_pretrained` may be handed, and what the Hub takes.
 _SAVING_OPTIONS = {
+    "safe_serialization",
+    *inspect.signature(PreTrainedModel.save_pretrained).parameters,
     *inspect.signature(PushToHubMixin.push_to_hub).parameters,
-    *("repo_id", "state_dict", "is_main_process", "save_function", "safe_serialization", "max_shard_size", "variant"),
 }
 
 

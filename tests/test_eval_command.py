@@ -13,6 +13,7 @@ from tiny import save_tiny_default
 from typer.testing import CliRunner
 
 from focus_attn import FocusConfig, get_focus_model
+from focus_attn.adapters import check_own_base
 from focus_attn.cli import app
 from focus_attn.evaluation.models import adapter_digest, load_compared, short_names
 from focus_attn.evaluation.requests import Item, Requests, Task
@@ -187,7 +188,11 @@ def test_an_adapter_that_was_trained_with_its_model_is_not_asked_on_another(save
     (folder / "base_model").mkdir()
     for arguments in ([], ["--model", saved / "model"]):
         result = run(*arguments, "--adapter", folder, "--text", saved / "text.txt")
-        assert result.exit_code == 1 and "trained with this adapter: give --model" in " ".join(result.output.split())
+        assert result.exit_code == 1 and "trained together with its model" in " ".join(result.output.split())
+    shutil.rmtree(folder / "base_model")
+    shutil.copytree(saved / "model", folder / "base_model")
+    for model in (saved / "model", folder / "base_model"):  # a copy of it, and itself
+        check_own_base(folder, str(model))
 
 
 def test_verdicts_and_floors():

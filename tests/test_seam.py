@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 
 import pytest
@@ -91,7 +92,6 @@ def test_focus_twice_is_refused():
     get_focus_model(focus_model.unload(), SPARSE)
 
 
-@quiet
 def test_models_that_share_a_config_object_are_told_so():
     first = tiny_model()
     second = type(first)(first.config).eval()
@@ -118,6 +118,20 @@ def test_attention_that_is_given_more_than_focus_knows_is_refused(monkeypatch):
         model(ids)
 
 
+def test_a_config_that_was_taken_from_a_model_with_focus_is_as_good_as_any():
+    first = get_focus_model(tiny_model(), SPARSE)
+    second = type(first.base_model)(copy.deepcopy(first.config)).eval()
+    model = get_focus_model(second, SPARSE)
+    with model.disable_focus():
+        assert model.config._attn_implementation == "sdpa"
+    assert torch.isfinite(logits(model.unload(), tokens())).all()
+    config = first.config
+    del first
+    gc.collect()
+    get_focus_model(type(second)(config), SPARSE)
+
+
+@quiet
 def test_a_custom_mask_is_refused():
     model, ids = focus(), tokens(length=12)
     for mask in (torch.ones(2, 1, 12, 12, dtype=torch.bool), torch.zeros(2, 1, 12, 12)):

@@ -136,7 +136,7 @@ def test_a_recipe_names_its_adapter_or_its_start(folder, first):
     assert run(app, [*first, "named.yaml", "--output", "more"]).exit_code == 0
     (folder / "first" / "base_model").mkdir()
     own = run(app, ["train", "named.yaml", "--text", "text.txt"])
-    assert own.exit_code == 1 and "--model first/base_model" in own.output
+    assert own.exit_code == 1 and "use the one in 'first/base_model' (--model)" in own.output
 
 
 def test_fresh_weights_and_a_time_limit(folder):

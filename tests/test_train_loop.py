@@ -279,14 +279,13 @@ def test_a_run_may_end_with_the_mean_of_its_last_stages(tmp_path):
 
 def test_routers_of_another_model_are_not_gone_on_with(plain, tmp_path):
     shutil.copytree(plain[0].output, tmp_path / "run")
-    torch.manual_seed(5)
     other = tiny_model()
     for parameter in other.parameters():
         parameter.data += 0.1
     with pytest.raises(ValueError, match="the model's weights"):
         run(tmp_path / "run", model=other)
-    half = tiny_model().bfloat16()  # the same one
-    assert run(tmp_path / "run", model=half).steps == 6
+    for half in (tiny_model().bfloat16(), tiny_model().half()):  # the same one
+        assert run(tmp_path / "run", model=half).steps == 6
 
 
 def test_intervals_may_change_and_what_is_held_out_may_not(tmp_path):
@@ -334,6 +333,10 @@ def test_weights_that_cannot_be_trained_or_saved_are_refused_before_anything_run
     adapted = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"]))
     with pytest.raises(ValueError, match="merge_and_unload"):
         run(tmp_path, everything, model=adapted)
+    offloaded = tiny_model()
+    offloaded.model.layers[0].mlp.to("meta")
+    with pytest.raises(ValueError, match="offloaded"):
+        run(tmp_path, everything, model=offloaded)
     quantised = tiny_model()
     quantised.is_quantized = True
     with pytest.raises(ValueError, match="quantised"):

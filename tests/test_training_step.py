@@ -77,6 +77,13 @@ def test_the_gradient_of_distillation_is_that_of_the_whole_logits(learning, monk
         torch.testing.assert_close(got, one, **EXACT)
 
 
+def test_a_second_derivative_is_refused():
+    model, ids = focus(config=CONFIG).train(), tokens(length=40)
+    loss = step(model, ids, StepOptions(objective="distill", balance_weight=0.0, dominance_weight=0.0, probes=0)).loss
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.autograd.grad(loss**2, [p for p in model.parameters() if p.requires_grad], create_graph=True)
+
+
 def test_distillation_of_an_identical_model_is_nothing():
     model = focus(config=FocusConfig(num_groups=1, window=8)).train()
     result = step(model, tokens(length=40), StepOptions(objective="distill", balance_weight=0.0, dominance_weight=0.0))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from focus_attn.adapters import CONFIG_FILE
+from focus_attn.adapters import CONFIG_FILE, check_own_base
 from focus_attn.baselines.seam import Baseline, use_baseline
 from focus_attn.compare.data import Texts
 from focus_attn.compare.peer import make_peer
@@ -84,8 +84,9 @@ class Workshop:
         if method.focus is not None:
             return self._train_focus(method, seed)
         if method.adapter is not None:
-            base = copy.deepcopy(self.model)
-            focus = FocusModel.from_pretrained(base, find_adapter(method.adapters[seed]), changes=method.serve)
+            base, folder = copy.deepcopy(self.model), find_adapter(method.adapters[seed])
+            check_own_base(folder, self.model_name)
+            focus = FocusModel.from_pretrained(base, folder, changes=method.serve)
             return Subject(focus, focus.get_nb_trainable_parameters()[0])
         return Subject(self.model)
 

@@ -8,13 +8,13 @@ one is whole. Random numbers need no state of their own: every step draws from a
         base_model.safetensors                       only where the run trains the base
         optimizer.pt                                 optimiser, learning-rate schedule, means of steps and stages
         trainer_state.json                           transformers' own account of the stage
-        progress.json                                stage, step, recipe, digests of the data and of the base
+        progress.json                                stage, step, recipe, digest of the data, sample of the base
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -33,6 +33,10 @@ from focus_attn.training.recipe import Recipe
 
 FOLDER, PROGRESS, OPTIMIZER, BASE = "checkpoints", "progress.json", "optimizer.pt", "base_model.safetensors"
 FORMAT = 1
+SAMPLED = 8  # numbers of a weight
+ROUNDING = 5e-3  # more than two roundings to half precision
+
+Sample = dict[str, list[float]]
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class Checkpoint:
     position: Position
     recipe: Recipe
     data_digest: str
-    base_digest: str | None = None  # None: of before it was kept
+    base_sample: Sample | None = None  # None: of before it was kept
 
     @property
     def holds_base(self) -> bool:
@@ -84,7 +88,7 @@ def write_checkpoint(
     recipe: Recipe,
     data_digest: str,
     fill: Callable[[Path], None],
-    base_digest: str | None = None,
+    base_sample: Sample | None = None,
 ) -> Checkpoint:
     """Write one by `fill(folder)`, whole or not at all, then remove those that are too many."""
     parent = output / FOLDER
@@ -99,7 +103,7 @@ def write_checkpoint(
             "position": asdict(position),
             "recipe": recipe.to_dict(),
             "data": data_digest,
-            "base": base_digest,
+            "base": base_sample,
         }
         (draft / PROGRESS).write_text(json.dumps(described, indent=2), encoding="utf-8")
         for file in draft.iterdir():
@@ -121,7 +125,7 @@ def write_checkpoint(
         ) from error
     for old in checkpoints(output)[: -recipe.keep_checkpoints]:
         shutil.rmtree(old.folder, ignore_errors=True)
-    return Checkpoint(target, position, recipe, data_digest, base_digest)
+    return Checkpoint(target, position, recipe, data_digest, base_sample)
 
 
 def _to_disk(path: Path) -> None:
@@ -145,15 +149,23 @@ def persistent_buffers(model: FocusModel) -> dict[str, Tensor]:
     return {name: b for name, b in model.base_model.named_buffers() if name in saved and id(b) not in routers}
 
 
-def digest_of_base(model: FocusModel) -> str:
-    """Of a few numbers of every weight, whatever precision they are in: routers belong to the weights they were trained
-    on, and models of one shape are many."""
-    digest = hashlib.sha256()
-    for name, parameter in base_parameters(model).items():
-        if not parameter.is_meta:  # offloaded
-            some = parameter.detach().flatten()[:16].to("cpu", torch.bfloat16)
-            digest.update(name.encode() + some.view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()
+def sample_of_base(model: FocusModel) -> Sample:
+    """A few numbers of every weight that is at hand: routers belong to the weights they were trained on, and models of
+    one shape are many."""
+    return {
+        name: parameter.detach().flatten()[:SAMPLED].float().tolist()
+        for name, parameter in base_parameters(model).items()
+        if type(parameter.data) is Tensor and not parameter.is_meta  # no shard, nothing quantised, nothing offloaded
+    }
+
+
+def is_same_base(one: Sample, other: Sample) -> bool:
+    """As far as both know it, whatever precision each was read in."""
+    return all(
+        math.isclose(a, b, rel_tol=ROUNDING, abs_tol=1e-6)
+        for name in one.keys() & other.keys()
+        for a, b in zip(one[name], other[name], strict=False)
+    )
 
 
 def save_base(tensors: dict[str, Tensor], folder: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from focus_attn.adapters import BASE_FOLDER, read_adapter
+from focus_attn.adapters import BASE_FOLDER, describe_base, read_adapter
 from focus_attn.evaluation.perplexity import Perplexity, block_perplexity
 from focus_attn.hf import text_config
 from focus_attn.model import FocusModel, get_focus_model
@@ -31,12 +31,14 @@ from focus_attn.training.checkpoint import (
     FOLDER,
     Checkpoint,
     Position,
+    Sample,
     base_parameters,
     checkpoints,
-    digest_of_base,
+    is_same_base,
     load_weights,
     persistent_buffers,
     read_optimizer,
+    sample_of_base,
 )
 from focus_attn.training.data import TokenStore
 from focus_attn.training.distributed import (
@@ -135,7 +137,7 @@ def train(
         shown = progress if rank() == 0 else None
         store, held_out = open_text(text_or_dataset, tokenizer, recipe, focus, shown)
         stages = [cut(store, one.length, recipe, f"stages[{index}]") for index, one in enumerate(recipe.stages)]
-        base = digest_of_base(focus)
+        base = sample_of_base(focus)
         found = from_main(_find_checkpoint(Path(output), recipe, store, base, resume) if rank() == 0 else None)
         _place(focus, recipe, place)
         run = Run(
@@ -144,7 +146,7 @@ def train(
             output=Path(output),
             device=place,
             data_digest=store.digest,
-            base_digest=base,
+            base_sample=base,
             held_out=held_out,
             log=log,
             progress=shown,
@@ -177,7 +179,7 @@ def _begin(run: Run, store: TokenStore, found: Checkpoint | None) -> Position:
     """The weights as the checkpoint has them, or as the recipe starts them."""
     if found is not None:
         load_weights(run.model, found.folder)
-        if found.position.total:
+        if found.position.total and run.recipe.mean_of_stages > 1:
             run.stage_mean.load_state_dict(read_optimizer(found.folder).get("stage_mean"), run.model)
         run.say(f"going on from step {found.position.total:,} of {run.recipe.steps:,} ({found.folder})")
     if run.sharded:
@@ -299,19 +301,23 @@ def _check_trainable(recipe: Recipe, model: FocusModel) -> None:
         raise ValueError(
             "`trains: everything` needs weights that have gradients, and this model is quantised: load it without"
         )
+    if recipe.trains_base and any(parameter.is_meta for parameter in base.parameters()):
+        raise ValueError(
+            "`trains: everything` needs all weights on the device, and some of this model's are offloaded: load it "
+            "without `device_map`, or share it among devices (`sharding: fsdp`)"
+        )
 
 
 def _sequences(stage: Stage) -> int:
     return stage.steps * stage.sequences
 
 
-def _find_checkpoint(output: Path, recipe: Recipe, store: TokenStore, base: str, resume: bool) -> Checkpoint | None:
+def _find_checkpoint(output: Path, recipe: Recipe, store: TokenStore, base: Sample, resume: bool) -> Checkpoint | None:
     if output.exists() and not output.is_dir():
         raise ValueError(f"`output` must be a folder, but {str(output)!r} is a file")
     output.mkdir(parents=True, exist_ok=True)
     if not resume:
-        for folder in (FOLDER, BASE_FOLDER):
-            shutil.rmtree(output / folder, ignore_errors=True)
+        shutil.rmtree(output / FOLDER, ignore_errors=True)
         (output / RECORD).unlink(missing_ok=True)
         return None
     found = checkpoints(output)
@@ -321,7 +327,7 @@ def _find_checkpoint(output: Path, recipe: Recipe, store: TokenStore, base: str,
     differing = [text for field, text in recipe.differences(last.recipe) if field.split(".")[-1] not in HARMLESS]
     if last.data_digest != store.digest:
         differing.append("the text")
-    if last.base_digest not in (None, base) and not last.holds_base:  # one that it holds is put into the model
+    if not (last.base_sample is None or last.holds_base or is_same_base(last.base_sample, base)):
         differing.append("the model's weights")
     if bool(recipe.evaluate_every) != bool(last.recipe.evaluate_every) and recipe.takes_held_out:
         differing.append("`evaluate_every` is 0 or not, which changes what is trained on")
@@ -439,9 +445,12 @@ def _finish(run: Run, position: Position, seconds: float) -> TrainedRun:
         from focus_attn.bench.record import write_json
 
         run.model.save_pretrained(run.output)
+        own = run.output / BASE_FOLDER
+        if base is None and Path(describe_base(run.model.base_model).name).resolve() != own.resolve():
+            shutil.rmtree(own, ignore_errors=True)  # of a run before this one, whose adapter is gone too
         if base is not None:
             with quiet_transformers():
-                run.model.base_model.save_pretrained(run.output / BASE_FOLDER, state_dict=base)  # type: ignore[operator]
+                run.model.base_model.save_pretrained(own, state_dict=base)  # type: ignore[operator]
         record = run.output / RECORD
         if run.measures or not _is_finished(record):  # else it was finished already, and its record says more
             write_json(record, {"recipe": run.recipe.to_dict(), **result.to_dict()})

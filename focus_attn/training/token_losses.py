@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from focus_attn.evaluation.head import decoder_answers
+from focus_attn.gradients import first_order
 from focus_attn.training.distributed import is_sharded
 
 LOGITS_AT_ONCE = 1 << 25  # elements: 128 MB in fp32, whatever the length and the vocabulary
@@ -70,6 +71,7 @@ class _SumWithGradient(torch.autograd.Function):
         return total
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, by_total: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         (gradient,) = ctx.saved_tensors
         return gradient * by_total, None, None

@@ -35,6 +35,7 @@ from focus_attn.training.callbacks import (
 from focus_attn.training.checkpoint import (
     OPTIMIZER,
     Position,
+    Sample,
     base_parameters,
     checkpoints,
     load_optimizer,
@@ -72,7 +73,7 @@ class Run:
     output: Path
     device: torch.device
     data_digest: str
-    base_digest: str
+    base_sample: Sample
     held_out: Tensor  # [blocks, T] to evaluate on
     log: Callable[[str], None]
     progress: Progress | None = None
@@ -114,7 +115,7 @@ class Run:
         failure = None
         if self.is_main:
             try:
-                write_checkpoint(self.output, position, self.recipe, self.data_digest, write, self.base_digest)
+                write_checkpoint(self.output, position, self.recipe, self.data_digest, write, self.base_sample)
             except OSError as error:
                 failure = error
         failure = from_main(failure)
