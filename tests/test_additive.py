@@ -115,3 +115,16 @@ def test_what_does_not_fit_into_the_scores_goes_by_the_formula(monkeypatch):
         focus(architecture, config).train()(tokens(length=30))
         assert len(taken) == times
     assert not additive.serves(torch.zeros(1, dtype=torch.float16), 100.0, 0.001, None)
+
+
+@pytest.mark.parametrize("name", ["padding", "documents"])
+def test_positions_in_32_bits_are_as_good(name, monkeypatch):
+    """As masks of transformers have them; kernels count farther."""
+    inputs, options, real = case(**CASES[name])
+    wanted = run(additive_attention, inputs, options, real)
+    seen, serve = [], additive.raw_backend
+    monkeypatch.setattr(additive, "raw_backend", lambda call: seen.append(call.tokens) or serve(call))
+    narrow = Tokens(*(None if x is None else x.int() for x in options["tokens"][:4]), plain=options["tokens"].plain)
+    for got, one in zip(run(additive_attention, inputs, {**options, "tokens": narrow}, real), wanted, strict=True):
+        torch.testing.assert_close(got, one)
+    assert {x.dtype for tokens in seen for x in tokens[:4] if x is not None} == {torch.int64}

@@ -13,7 +13,7 @@ from tiny import EXACT, SPARSE, VOCAB, focus, logits, tiny_model, tokens
 from torch import nn
 from transformers import AutoModelForCausalLM, StaticCache, pipeline
 
-from focus_attn import FocusConfig, get_focus_model
+from focus_attn import FocusConfig, focus_attention, get_focus_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:this input of")
 
@@ -84,6 +84,22 @@ def test_compiles_with_inductor():
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True)
     torch.testing.assert_close(logits(compiled, ids, use_cache=False), logits(model, ids), **EXACT)
+
+
+@pytest.mark.parametrize("window", [3, 100], ids=["sparse", "everything"])
+def test_the_operator_is_laid_out_as_it_tells_a_compiler(window):
+    """On queries and keys as models have them, token by token; inductor holds operators to it."""
+
+    def loss(x, ids):
+        q, k, v = (part.transpose(1, 2) for part in x.unflatten(-1, (3, 2, 16)).unbind(2))
+        out = focus_attention(q, k, v, ids, ids, num_groups=2, window=window, backend="stock")
+        return out.square().sum()
+
+    torch.manual_seed(0)
+    x, ids = torch.randn(1, 64, 96, requires_grad=True), torch.randint(0, 2, (1, 2, 64, 1))
+    torch._dynamo.reset()
+    found = [torch.autograd.grad(run(x, ids), x)[0] for run in (torch.compile(loss, fullgraph=True), loss)]
+    torch.testing.assert_close(*found, **EXACT)
 
 
 def test_decoding_on_a_static_cache_compiles():

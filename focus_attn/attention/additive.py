@@ -53,8 +53,15 @@ def additive_attention(
         a = spread_over_heads(query_gate.exp(), q.shape[1]) * (sharpness / scale)
         b = spread_over_heads(key_gate.exp(), k.shape[1])
         wide_q, wide_k = widened(q, k, a, b, sharpness / scale)
-        out: Tensor = _Gated.apply(q, k, v, wide_q, wide_k, sink_logits, _Given(tokens, pattern, scale))
+        given = _Given(_in_64_bits(tokens), pattern, scale)
+        out: Tensor = _Gated.apply(q, k, v, wide_q, wide_k, sink_logits, given)
     return out
+
+
+def _in_64_bits(tokens: Tokens) -> Tokens:
+    """As `focus_attention` hands them to every backend; masks of transformers come in 32."""
+    given = ("query_positions", "key_positions", "query_segments", "key_segments")
+    return tokens._replace(**{name: x.long() for name in given if (x := getattr(tokens, name)) is not None})
 
 
 def widened(q: Tensor, k: Tensor, a: Tensor, b: Tensor, one: float) -> tuple[Tensor, Tensor]:

@@ -366,7 +366,7 @@ def sink_kernel(
     kv_head, blocks = first_head + tl.program_id(1), (num_sinks + BLOCK_N - 1) // BLOCK_N
     batch, block = (tl.program_id(2) // blocks).to(tl.int64), tl.program_id(2) % blocks
     at = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    live = at < num_sinks
+    live = (at < num_sinks) & (at < num_keys)
     slot = at.to(tl.int64)
     past = at - num_keys + num_queries + window + 1  # the first query whose window does not hold the key
     first = tl.where(live, tl.maximum(past, 0), num_queries)

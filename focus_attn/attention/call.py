@@ -86,7 +86,7 @@ def make_call(
         tokens,
         pattern,
         float(scale),
-        softcap,
+        None if softcap is None else float(softcap),  # kernels are compiled for one type
         sink_logits,
         query_gate,
         key_gate,
@@ -317,8 +317,10 @@ def _resolve_tokens(
 def _plain_tokens(batch: int, num_queries: int, num_keys: int, device: torch.device) -> Tokens:
     """Kept, for every layer of a model asks for the same; a graph makes its own."""
     graphed = torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
-    make = _make_plain_tokens if graphed else _keep_plain_tokens
-    return make(batch, num_queries, num_keys, device)
+    if graphed:
+        return _make_plain_tokens(batch, num_queries, num_keys, device)
+    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    return _keep_plain_tokens(batch, num_queries, num_keys, device, stream)
 
 
 def _make_plain_tokens(batch: int, num_queries: int, num_keys: int, device: torch.device) -> Tokens:
@@ -327,4 +329,7 @@ def _make_plain_tokens(batch: int, num_queries: int, num_keys: int, device: torc
     return Tokens(slots[:, num_keys - num_queries :], slots, plain=True)
 
 
-_keep_plain_tokens = functools.lru_cache(maxsize=8)(_make_plain_tokens)
+@functools.lru_cache(maxsize=8)
+def _keep_plain_tokens(batch: int, num_queries: int, num_keys: int, device: torch.device, stream: int) -> Tokens:
+    """stream: another one might read them before they are written."""
+    return _make_plain_tokens(batch, num_queries, num_keys, device)

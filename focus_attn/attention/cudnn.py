@@ -65,6 +65,15 @@ def can_serve(shape: Shape) -> bool:
     return importlib.util.find_spec("cudnn") is not None and _graph(shape, False, False) is not None
 
 
+def can_differentiate(shape: Shape, deterministic: bool) -> bool:
+    """Whether there is a backward where there is a forward. The deterministic one may want room for all pairs of the
+    longest group there could be: not much of the memory is given to that."""
+    found = _graph(shape, True, deterministic)
+    if found is None:
+        return False
+    return not deterministic or found[1] <= torch.cuda.get_device_properties(shape.device).total_memory // 16
+
+
 def forward(
     shape: Shape, jobs: Jobs, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, workspace: Tensor | None = None
 ) -> None:

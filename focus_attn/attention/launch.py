@@ -119,7 +119,8 @@ def _signature(call: AttentionCall, more: tuple[Tensor, ...]) -> tuple[Any, ...]
     ids: tuple[Any, ...] = (query.shape, query.data_ptr() % 16 == 0)
     if key is not query:
         ids += key.shape, key.data_ptr() % 16 == 0
-    kind = tokens.plain, tokens.key_segments is None, call.query_gate is None, call.scale, call.softcap
+    given = tokens.key_segments is None, call.query_gate is None, call.sink_logits is None
+    kind = tokens.plain, *given, call.scale, call.softcap
     return *layouts, ids, call.pattern, kind, q.dtype, q.device, *[x.dtype for x in more]
 
 

@@ -58,6 +58,8 @@ def make_operator(
         sizes = (num_groups, window, num_sinks, sliding_window, scale, softcap, plain)
         with torch.autocast(device_type=q.device.type, enabled=False):
             out, lse = forward(_call(*tensors, sink_logits, query_gate, key_gate, *sizes))
+        if not token_major:  # as the fake one below says: a compiler holds the operator to it
+            out, lse = out.contiguous(), lse.contiguous()
         if out.dtype == v.dtype:
             return out, lse, out.new_empty(0)
         return out.to(v.dtype), lse, out
@@ -103,7 +105,7 @@ def make_operator(
         with torch.autocast(device_type=q.device.type, enabled=False):
             grads = backward(_call(*tensors, sink_logits, query_gate, key_gate, *sizes), grad, out, lse)
         given = grads.q, grads.k, grads.v, grads.sink_logits, grads.query_gate, grads.key_gate
-        return [q.new_empty(0) if x is None else x for x in given]
+        return [q.new_empty(0) if x is None else x.contiguous() for x in given]
 
     @gradients.register_fake
     def _(grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:

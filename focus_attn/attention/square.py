@@ -40,6 +40,16 @@ def serves(call: AttentionCall, setup: Setup) -> bool:
     return setup.once("square", lambda: _serves(call))
 
 
+def serves_backward(call: AttentionCall, setup: Setup) -> bool:
+    """Not everywhere where the forward is served; the general way can do what this cannot."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    answer: bool = serves(call, setup) and setup.once(
+        f"square gradient, {deterministic}",
+        lambda: cudnn.can_differentiate(_step_and_shape(call, copies=10)[1], deterministic),
+    )
+    return answer
+
+
 def _serves(call: AttentionCall) -> bool:
     q, k, v = call.q, call.k, call.v
     return (

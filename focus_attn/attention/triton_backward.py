@@ -37,7 +37,7 @@ def triton_backward(call: AttentionCall, grad: Tensor, out: Tensor, lse: Tensor)
     grad = brought_into_step(grad)
     setup = setup_for(call, grad, out)
     rows = rows_of(setup, grad, out, lse)
-    if square.serves(call, setup):
+    if square.serves_backward(call, setup):
         total = _square_backward(call, setup, grad, out, lse, rows)
     else:
         total = _backward(call, setup, grad, rows)

@@ -290,8 +290,15 @@ def _check_positions(recipe: Recipe, model: FocusModel) -> None:
 
 
 def _check_trainable(recipe: Recipe, model: FocusModel) -> None:
-    """Before anything runs: whether the base's weights can be trained and saved, where they are to be."""
+    """Before anything runs: whether the routers stand together, and the base's weights can be trained and saved, where
+    they are to be."""
     base = model.base_model
+    places = set(getattr(base, "hf_device_map", {}).values()) - {"cpu", "disk"}  # from where weights are fetched
+    if len(places) > 1:
+        raise ValueError(
+            f"this model's layers are spread over {len(places)} devices (`device_map`), and what a step asks of its "
+            "routers needs one: load it onto one, or share it among processes (`sharding: fsdp`)"
+        )
     if recipe.trains_base and hasattr(base, "peft_config"):
         raise ValueError(
             "`trains: everything` would train the weights under the peft adapter too, and only the adapter would be "

@@ -53,7 +53,8 @@ class Probe:
         """`out` [B, H, T, Dv] in value, with the gradients of what the probes drop. gates: log assignments [B, R, T, K]
         of both sides, which alone receive them. lse: [B, H, T]."""
         tensors = (inputs.q, inputs.k, inputs.v, lse, routing.query_groups, routing.key_groups)
-        given = _Given(self, inputs.tokens, pattern, float(inputs.scale), inputs.softcap)
+        softcap = None if inputs.softcap is None else float(inputs.softcap)
+        given = _Given(self, inputs.tokens, pattern, float(inputs.scale), softcap)
         return _DroppedPairs.apply(out, *gates, *tensors, given)  # type: ignore[no-any-return]
 
     def far(self, tokens: Tokens, pattern: Pattern) -> Tensor:
