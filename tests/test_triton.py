@@ -364,6 +364,7 @@ def fake_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
             grads[2][at] = torch.einsum("hij,ihd->jhd", p, grad).unflatten(1, (-1, repeat)).sum(2)
 
     monkeypatch.setattr(cudnn, "can_serve", lambda shape: True)
+    monkeypatch.setattr(cudnn, "can_differentiate", lambda shape, deterministic: True)
     monkeypatch.setattr(cudnn, "room_for_forward", lambda shape: (torch.empty(1), None))
     monkeypatch.setattr(cudnn, "forward", forward)
     monkeypatch.setattr(cudnn, "backward", backward)
