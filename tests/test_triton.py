@@ -408,6 +408,23 @@ def test_shared_ids_go_through_one_causal_attention_a_group(
         assert worst(mine, exact) <= bound, name
 
 
+@pytest.mark.skipif(ON_GPU, reason="cuDNN's own kernels do it there")
+def test_where_cudnn_has_no_backward_the_general_way_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    from focus_attn.attention import cudnn
+
+    fake_cudnn(monkeypatch)
+    monkeypatch.setattr(cudnn, "can_differentiate", lambda shape, deterministic: False)
+    monkeypatch.setattr(cudnn, "backward", None)
+    make = torch.Generator().manual_seed(0)
+    groups = torch.randint(0, 5, (1, 1, 150, 1), generator=make)
+    q, k, v, grad = (torch.randn(1, 2, 150, 16, generator=make) for _ in range(4))
+    case = Case(
+        *(x.requires_grad_() for x in (q, k, v)), groups, groups, {"num_groups": 5, "window": 20, "num_sinks": 3}
+    )
+    for mine, exact in zip(case.run("triton", grad), case.run("reference", grad), strict=True):
+        assert worst(mine, exact) <= 1e-5 * max(1.0, float(exact.abs().max()))
+
+
 @pytest.mark.parametrize("copies_fit", [True, False], ids=["at once", "head by head"])
 @pytest.mark.parametrize("routers", ["layer", "kv_head"])
 @pytest.mark.parametrize("query_k", [1, 2])
