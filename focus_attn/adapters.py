@@ -16,6 +16,7 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor, nn
 
+from focus_attn.base_sample import is_same, sample_of, sample_of_files
 from focus_attn.config import FocusConfig
 from focus_attn.hf import text_config
 from focus_attn.layer import LayerSpec, check_layers
@@ -137,21 +138,14 @@ def describe_base(model: nn.Module) -> BaseModel:
     return BaseModel(name, config.model_type, config.hidden_size, config.num_hidden_layers)
 
 
-def check_own_base(adapter: Path, model_name: str | None) -> None:
+def check_own_base(source: str | os.PathLike[str], model: nn.Module) -> None:
     """An adapter that was trained together with its model fits that one alone, which stands in a folder beside it."""
-    own = adapter / BASE_FOLDER
-    if own.is_dir() and (model_name is None or not _same_weights(Path(model_name), own)):
+    own = Path(source) / BASE_FOLDER
+    if not own.is_dir():
+        return
+    saved = sample_of_files(own)
+    if not saved or not is_same(saved, sample_of(model.named_parameters())):
         raise ValueError(f"this adapter was trained together with its model: use the one in {str(own)!r} (--model)")
-
-
-def _same_weights(folder: Path, own: Path) -> bool:
-    """One folder, or copies of one."""
-
-    def sampled(place: Path) -> list[tuple[str, int, bytes]]:
-        files = sorted(place.glob("*.safetensors"))
-        return [(file.name, file.stat().st_size, file.open("rb").read(1 << 20)) for file in files]
-
-    return folder.resolve() == own.resolve() or (folder.is_dir() and sampled(folder) == sampled(own))
 
 
 def digest_of_tensors(adapter: Adapter) -> str:

@@ -30,6 +30,7 @@ from focus_attn.model import FocusModel, get_focus_model
 from focus_attn.progress import Progress
 from focus_attn.text import TextSplit, default_text, read_text, split_documents
 from focus_attn.training import CoverageFit, fit_coverage
+from focus_attn.training.coverage import check_budget
 from focus_attn.zoo import find_adapter, load_default_model, tiny_random_model
 
 FULL, FOCUS, WINDOW, RANDOM = "full attention", "Focus, fitted now", "window + sinks", "random groups, same sizes"
@@ -64,8 +65,7 @@ class DemoOptions:
         for name in ("steps", "train_blocks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}")
-        if not 0 < self.budget <= 1:
-            raise ValueError(f"`budget` is a share of the causal pairs, between 0 and 1, got {self.budget}")
+        check_budget(self.budget)
 
     @classmethod
     def for_tests(cls, **changes: Any) -> DemoOptions:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from focus_attn.adapters import check_own_base
 from focus_attn.model import FocusModel
 from focus_attn.zoo import find_adapter, load_default_model, quiet_transformers
 
@@ -41,11 +40,9 @@ def load(model_name: str | None, adapter: str | None, dtype: torch.dtype | None 
     dtype: of the weights, by default that of the model. To cast a loaded model would round its buffers too, and rotary
     frequencies in half precision lose far positions.
     """
-    folder = None if adapter is None else find_adapter(adapter)  # before the model, which takes longer
     if model_name is None:
         return load_default_model(adapter=adapter, dtype=dtype or torch.float32)
-    if folder is not None:
-        check_own_base(folder, model_name)
+    folder = None if adapter is None else find_adapter(adapter)  # before the model, which takes longer
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     local = Path(model_name).is_dir()

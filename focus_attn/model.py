@@ -19,6 +19,7 @@ from transformers.utils import PushToHubMixin
 
 from focus_attn.adapters import (
     Adapter,
+    check_own_base,
     describe_base,
     digest_of_tensors,
     read_adapter,
@@ -309,6 +310,7 @@ class FocusModel(nn.Module, PushToHubMixin):
         changes: fields of its config to serve it with instead, as in `from_pretrained`.
         """
         found = read_adapter(source, **hub_options)
+        check_own_base(source, self.base_model)
         adapter = served_with(found, changes, describe_base(self.base_model), self._attached().specs)
         self.add_adapter(adapter_name, adapter.config)
         self._fill(adapter, adapter_name)
@@ -367,7 +369,9 @@ class FocusModel(nn.Module, PushToHubMixin):
         changes: fields of its config to serve it with instead, such as `window`, `num_sinks`, `dense_heads`, `backend`:
             the same routers, more pairs or fewer. A list takes the place of the adapter's own.
         """
-        adapter = served_with(read_adapter(source, **hub_options), changes, describe_base(model), Seam(model).specs)
+        found = read_adapter(source, **hub_options)
+        check_own_base(source, model)
+        adapter = served_with(found, changes, describe_base(model), Seam(model).specs)
         focus = cls(model, adapter.config, adapter_name)
         focus._fill(adapter, adapter_name)
         return focus

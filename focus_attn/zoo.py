@@ -53,10 +53,6 @@ def load_default_model(
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"`dtype` must be a floating-point torch dtype such as torch.bfloat16, got {dtype!r}")
     adapter_folder = None if adapter is None else find_adapter(adapter)
-    if adapter_folder is not None:
-        from focus_attn.adapters import check_own_base
-
-        check_own_base(adapter_folder, None)
     model, tokenizer = _load_converted(default_model_folder(), dtype)
     if device is not None:
         model = model.to(device)  # type: ignore[arg-type]

@@ -13,7 +13,6 @@ from tiny import save_tiny_default
 from typer.testing import CliRunner
 
 from focus_attn import FocusConfig, get_focus_model
-from focus_attn.adapters import check_own_base
 from focus_attn.cli import app
 from focus_attn.evaluation.models import adapter_digest, load_compared, short_names
 from focus_attn.evaluation.requests import Item, Requests, Task
@@ -192,7 +191,7 @@ def test_an_adapter_that_was_trained_with_its_model_is_not_asked_on_another(save
     shutil.rmtree(folder / "base_model")
     shutil.copytree(saved / "model", folder / "base_model")
     for model in (saved / "model", folder / "base_model"):  # a copy of it, and itself
-        check_own_base(folder, str(model))
+        load_compared(str(model), [str(folder)], torch.float32, torch.device("cpu"))
 
 
 def test_verdicts_and_floors():

@@ -135,7 +135,7 @@ def test_a_recipe_names_its_adapter_or_its_start(folder, first):
     (folder / "named.yaml").write_text(RECIPE.replace(start, "start:\nadapter: first"))
     assert run(app, [*first, "named.yaml", "--output", "more"]).exit_code == 0
     (folder / "first" / "base_model").mkdir()
-    own = run(app, ["train", "named.yaml", "--text", "text.txt"])
+    own = run(app, [*first, "named.yaml", "--output", "again"])
     assert own.exit_code == 1 and "use the one in 'first/base_model' (--model)" in own.output
 
 

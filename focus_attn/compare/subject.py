@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from focus_attn.adapters import CONFIG_FILE, check_own_base
+from focus_attn.adapters import CONFIG_FILE
 from focus_attn.baselines.seam import Baseline, use_baseline
 from focus_attn.compare.data import Texts
 from focus_attn.compare.peer import make_peer
@@ -84,9 +84,8 @@ class Workshop:
         if method.focus is not None:
             return self._train_focus(method, seed)
         if method.adapter is not None:
-            base, folder = copy.deepcopy(self.model), find_adapter(method.adapters[seed])
-            check_own_base(folder, self.model_name)
-            focus = FocusModel.from_pretrained(base, folder, changes=method.serve)
+            base = copy.deepcopy(self.model)
+            focus = FocusModel.from_pretrained(base, find_adapter(method.adapters[seed]), changes=method.serve)
             return Subject(focus, focus.get_nb_trainable_parameters()[0])
         return Subject(self.model)
 
@@ -112,6 +111,7 @@ class Workshop:
 
     def _train_focus(self, method: Method, seed: int) -> Subject:
         from focus_attn.training import train
+        from focus_attn.training.beginning import RECORD
 
         recipe = training_recipe(self.comparison, method, seed)
         texts = self.texts[self.comparison.train_set(method)]
@@ -132,7 +132,7 @@ class Workshop:
         parameters, _ = result.model.get_nb_trainable_parameters()
         base = result.model.unload()
         cast_parameters(base.parameters(), self.dtype)  # one that was trained is in fp32
-        record = json.loads((run / "run.json").read_text(encoding="utf-8"))
+        record = json.loads((run / RECORD).read_text(encoding="utf-8"))
         took = {
             "steps": recipe.steps,
             "tokens": sum(stage.tokens for stage in recipe.stages),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from focus_attn.adapters import CONFIG_FILE, WEIGHTS_FILE, check_own_base
+from focus_attn.adapters import CONFIG_FILE, WEIGHTS_FILE
 from focus_attn.evaluation.summary import BASE
 from focus_attn.generation import load
 from focus_attn.model import FocusModel
@@ -57,8 +57,6 @@ def load_compared(
     model_name: str | None, adapters: Sequence[str], dtype: torch.dtype, device: torch.device
 ) -> Compared:
     folders = [find_adapter(adapter) for adapter in adapters]  # before the model, which takes longer
-    for folder in folders:
-        check_own_base(folder, model_name)
     names = short_names(folders)
     model, tokenizer = load(model_name, None, dtype)
     model = model.to(device).eval()

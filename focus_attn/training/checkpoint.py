@@ -14,7 +14,6 @@ one is whole. Random numbers need no state of their own: every step draws from a
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable
@@ -27,16 +26,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from focus_attn.adapters import check_fits, describe_base, read_adapter
+from focus_attn.base_sample import Sample
 from focus_attn.model import FocusModel
 from focus_attn.training.distributed import like
 from focus_attn.training.recipe import Recipe
 
 FOLDER, PROGRESS, OPTIMIZER, BASE = "checkpoints", "progress.json", "optimizer.pt", "base_model.safetensors"
 FORMAT = 1
-SAMPLED = 8  # numbers of a weight
-ROUNDING = 5e-3  # more than two roundings to half precision
-
-Sample = dict[str, list[float]]
 
 
 @dataclass(frozen=True)
@@ -147,25 +143,6 @@ def persistent_buffers(model: FocusModel) -> dict[str, Tensor]:
     routers = {id(buffer) for layer in model.focus_layers() for buffer in layer.buffers()}
     saved = model.base_model.state_dict().keys()
     return {name: b for name, b in model.base_model.named_buffers() if name in saved and id(b) not in routers}
-
-
-def sample_of_base(model: FocusModel) -> Sample:
-    """A few numbers of every weight that is at hand: routers belong to the weights they were trained on, and models of
-    one shape are many."""
-    return {
-        name: parameter.detach().flatten()[:SAMPLED].float().tolist()
-        for name, parameter in base_parameters(model).items()
-        if type(parameter.data) is Tensor and not parameter.is_meta  # no shard, nothing quantised, nothing offloaded
-    }
-
-
-def is_same_base(one: Sample, other: Sample) -> bool:
-    """As far as both know it, whatever precision each was read in."""
-    return all(
-        math.isclose(a, b, rel_tol=ROUNDING, abs_tol=1e-6)
-        for name in one.keys() & other.keys()
-        for a, b in zip(one[name], other[name], strict=False)
-    )
 
 
 def save_base(tensors: dict[str, Tensor], folder: Path) -> None:

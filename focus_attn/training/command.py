@@ -38,20 +38,16 @@ def train(
     """
     from rich.console import Console
 
-    from focus_attn.adapters import check_own_base
     from focus_attn.bench.record import write_json
     from focus_attn.report.terminal import StageBars
     from focus_attn.training import loop
     from focus_attn.training.distributed import leave_processes, rank
     from focus_attn.training.recipe import Recipe
-    from focus_attn.zoo import find_adapter
 
     chosen = Recipe.from_yaml(recipe)
     chosen = dataclasses.replace(chosen, model=model or chosen.model, seed=chosen.seed if seed is None else seed)
     if adapter is not None:
         chosen = dataclasses.replace(chosen, adapter=adapter, start=None)
-    if chosen.adapter is not None:
-        check_own_base(find_adapter(chosen.adapter), chosen.model)
     source = text or chosen.data.text
     if source is None:
         raise ValueError(f"{str(recipe)!r} names no text (`data: {{text: ...}}`): give --text FILE_OR_FOLDER")

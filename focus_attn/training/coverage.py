@@ -195,10 +195,14 @@ def _key_cap(largest_group: float | None, config: FocusConfig) -> float:
     return largest_group
 
 
-def _far_budget(budget: float, length: int, config: FocusConfig) -> float:
-    """The share of the far pairs that may be kept so that `budget` of all causal pairs are."""
+def check_budget(budget: float) -> None:
     if not 0 < budget <= 1:
         raise ValueError(f"`budget` is a share of the causal pairs, between 0 and 1, got {budget}")
+
+
+def _far_budget(budget: float, length: int, config: FocusConfig) -> float:
+    """The share of the far pairs that may be kept so that `budget` of all causal pairs are."""
+    check_budget(budget)
     causal = length * (length + 1) // 2
     beyond = max(0, length - config.window - 1 - config.num_sinks)
     near = 1 - beyond * (beyond + 1) // 2 / causal

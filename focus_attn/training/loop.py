@@ -19,26 +19,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from focus_attn.adapters import BASE_FOLDER, describe_base, read_adapter
+from focus_attn.adapters import BASE_FOLDER, describe_base
+from focus_attn.base_sample import sample_of
 from focus_attn.evaluation.perplexity import Perplexity, block_perplexity
-from focus_attn.hf import text_config
-from focus_attn.model import FocusModel, get_focus_model
+from focus_attn.model import FocusModel
 from focus_attn.progress import Progress
 from focus_attn.training.balance import routed_layers
+from focus_attn.training.beginning import RECORD, check_positions, check_trainable, find_checkpoint, with_focus
 from focus_attn.training.blocks import Blocks, ShuffledBlocks
 from focus_attn.training.callbacks import duration
 from focus_attn.training.checkpoint import (
-    FOLDER,
     Checkpoint,
     Position,
-    Sample,
     base_parameters,
-    checkpoints,
-    is_same_base,
     load_weights,
     persistent_buffers,
     read_optimizer,
-    sample_of_base,
 )
 from focus_attn.training.data import TokenStore
 from focus_attn.training.distributed import (
@@ -56,14 +52,7 @@ from focus_attn.training.recipe import Recipe, Stage
 from focus_attn.training.repeats import strange_words
 from focus_attn.training.starts import start_routers
 from focus_attn.training.trainer import FocusTrainer, Run
-from focus_attn.zoo import cast_parameters, find_adapter, quiet_transformers
-
-RECORD = "run.json"
-# What may change between a run and its continuation: it does not change what is learned.
-HARMLESS = frozenset(
-    "name model text log_every save_every evaluate_every keep_checkpoints sharding micro_batch "
-    "gradient_checkpointing".split()
-)
+from focus_attn.zoo import cast_parameters, quiet_transformers
 
 
 @dataclass(frozen=True)
@@ -129,16 +118,16 @@ def train(
     if time_limit is not None and not time_limit > 0:
         raise ValueError(f"`time_limit` must be a positive number of seconds, got {time_limit!r}")
     place = join_processes(device)
-    focus = _with_focus(model, recipe, Path(output))
+    focus = with_focus(model, recipe, Path(output))
     with _given_back_on_failure(model, focus):
         recipe = dataclasses.replace(recipe, focus=focus.focus_config)
-        _check_positions(recipe, focus)
-        _check_trainable(recipe, focus)
+        check_positions(recipe, focus)
+        check_trainable(recipe, focus)
         shown = progress if rank() == 0 else None
         store, held_out = open_text(text_or_dataset, tokenizer, recipe, focus, shown)
         stages = [cut(store, one.length, recipe, f"stages[{index}]") for index, one in enumerate(recipe.stages)]
-        base = sample_of_base(focus)
-        found = from_main(_find_checkpoint(Path(output), recipe, store, base, resume) if rank() == 0 else None)
+        base = sample_of(base_parameters(focus).items())
+        found = from_main(find_checkpoint(Path(output), recipe, store, base, resume) if rank() == 0 else None)
         _place(focus, recipe, place)
         run = Run(
             model=focus,
@@ -158,9 +147,8 @@ def train(
         with _stop_on_signals(run):
             position = _run_stages(run, stages, position, found, tokenizer, callbacks)
         _end_with_mean(run, position)
-        if not stages and len(held_out):  # the start is all there is to say something of
-            run.perplexity = block_perplexity(focus, held_out)
-            run.say(f"held-out text: {run.perplexity}")
+        if not stages and (found := _measured(run)):  # the start is all there is to say something of
+            run.say(found)
     return _finish(run, position, time.monotonic() - began)
 
 
@@ -238,112 +226,20 @@ def _end_with_mean(run: Run, position: Position) -> None:
     if run.stage_mean.steps < run.recipe.mean_of_stages or position.total < run.recipe.steps:
         return
     run.stage_mean.put(run.model)
-    measured = ""
-    if run.recipe.evaluate_every and len(run.held_out):
-        with run.precision():
-            run.perplexity = block_perplexity(run.model, run.held_out)
-        measured = f", held-out text: {run.perplexity}"
-    run.say(f"the mean of the last {run.recipe.mean_of_stages} stages{measured}")
+    run.say(", ".join(filter(None, (f"the mean of the last {run.recipe.mean_of_stages} stages", _measured(run)))))
 
 
-def _with_focus(model: nn.Module, recipe: Recipe, output: Path) -> FocusModel:
-    if recipe.adapter is not None:
-        return _with_adapter(model, recipe, find_adapter(recipe.adapter), output)
-    if not isinstance(model, FocusModel):
-        if any(hasattr(module, "focus_state") for module in model.modules()):
-            raise ValueError(
-                "this model carries Focus already, from an earlier call perhaps: give the FocusModel itself (the "
-                "call's `result.model`), or `unload()` it first"
-            )
-        torch.manual_seed(recipe.seed)
-        return get_focus_model(model, recipe.focus)
-    if recipe.focus is not None and (differing := recipe.focus.differences(model.focus_config)):
-        raise ValueError(
-            f"the recipe's `focus` is not the model's ({'; '.join(differing)}): leave it out of the recipe, or give "
-            "the plain model"
-        )
-    return model
-
-
-def _with_adapter(model: nn.Module, recipe: Recipe, adapter: Path, output: Path) -> FocusModel:
-    if isinstance(model, FocusModel):
-        raise ValueError(f"the recipe goes on from the adapter {str(adapter)!r}: give the plain model, no FocusModel")
-    if output.resolve() == adapter.resolve():
-        raise ValueError(
-            f"`output` {str(output)!r} is the adapter to go on from, and would be written over: choose another folder"
-        )
-    if recipe.focus is not None and (differing := recipe.focus.differences(read_adapter(adapter).config)):
-        raise ValueError(
-            f"the recipe's `focus` is not that of the adapter {str(adapter)!r} ({'; '.join(differing)}): leave it out "
-            "of the recipe"
-        )
-    return FocusModel.from_pretrained(model, adapter)
-
-
-def _check_positions(recipe: Recipe, model: FocusModel) -> None:
-    assert recipe.focus is not None
-    recipe.check_lengths(recipe.focus)
-    most = getattr(text_config(model.base_model), "max_position_embeddings", None)
-    for where, length in recipe.lengths().items():
-        if most is not None and length > most:
-            raise ValueError(f"`{where}.length` is {length:,}, the model has {most:,} positions: lower it")
-
-
-def _check_trainable(recipe: Recipe, model: FocusModel) -> None:
-    """Before anything runs: whether the routers stand together, and the base's weights can be trained and saved, where
-    they are to be."""
-    base = model.base_model
-    places = set(getattr(base, "hf_device_map", {}).values()) - {"cpu", "disk"}  # from where weights are fetched
-    if len(places) > 1:
-        raise ValueError(
-            f"this model's layers are spread over {len(places)} devices (`device_map`), and what a step asks of its "
-            "routers needs one: load it onto one, or share it among processes (`sharding: fsdp`)"
-        )
-    if recipe.trains_base and hasattr(base, "peft_config"):
-        raise ValueError(
-            "`trains: everything` would train the weights under the peft adapter too, and only the adapter would be "
-            "saved: give the model that `merge_and_unload()` returns"
-        )
-    if recipe.trains_base and getattr(base, "is_quantized", False):
-        raise ValueError(
-            "`trains: everything` needs weights that have gradients, and this model is quantised: load it without"
-        )
-    if recipe.trains_base and any(parameter.is_meta for parameter in base.parameters()):
-        raise ValueError(
-            "`trains: everything` needs all weights on the device, and some of this model's are offloaded: load it "
-            "without `device_map`, or share it among devices (`sharding: fsdp`)"
-        )
+def _measured(run: Run) -> str:
+    """What no step measures, on what was held back, in words; nothing where nothing was."""
+    if not len(run.held_out):
+        return ""
+    with run.precision():
+        run.perplexity = block_perplexity(run.model, run.held_out)
+    return f"held-out text: {run.perplexity}"
 
 
 def _sequences(stage: Stage) -> int:
     return stage.steps * stage.sequences
-
-
-def _find_checkpoint(output: Path, recipe: Recipe, store: TokenStore, base: Sample, resume: bool) -> Checkpoint | None:
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"`output` must be a folder, but {str(output)!r} is a file")
-    output.mkdir(parents=True, exist_ok=True)
-    if not resume:
-        shutil.rmtree(output / FOLDER, ignore_errors=True)
-        (output / RECORD).unlink(missing_ok=True)
-        return None
-    found = checkpoints(output)
-    if not found:
-        return None
-    last = found[-1]
-    differing = [text for field, text in recipe.differences(last.recipe) if field.split(".")[-1] not in HARMLESS]
-    if last.data_digest != store.digest:
-        differing.append("the text")
-    if not (last.base_sample is None or last.holds_base or is_same_base(last.base_sample, base)):
-        differing.append("the model's weights")
-    if bool(recipe.evaluate_every) != bool(last.recipe.evaluate_every) and recipe.takes_held_out:
-        differing.append("`evaluate_every` is 0 or not, which changes what is trained on")
-    if differing:
-        raise ValueError(
-            f"{str(output)!r} holds a run of another recipe; different now and there: {'; '.join(differing)}. Choose "
-            "another output, or start anew with `resume=False` (--no-resume)"
-        )
-    return last
 
 
 def _place(model: FocusModel, recipe: Recipe, device: torch.device) -> None:

@@ -16,6 +16,7 @@ from torch.utils.data import SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
+from focus_attn.base_sample import Sample
 from focus_attn.evaluation.perplexity import Perplexity, block_perplexity
 from focus_attn.model import FocusModel
 from focus_attn.progress import Progress
@@ -35,7 +36,6 @@ from focus_attn.training.callbacks import (
 from focus_attn.training.checkpoint import (
     OPTIMIZER,
     Position,
-    Sample,
     base_parameters,
     checkpoints,
     load_optimizer,
