@@ -370,6 +370,31 @@ def fake_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cudnn, "backward", backward)
 
 
+def shared_ids(length: int, heads: tuple[int, int], sinks: int) -> tuple[Case, torch.Tensor]:
+    """A call whose queries and keys have the same ids, and a gradient."""
+    make = torch.Generator().manual_seed(0)
+    groups = torch.randint(0, 5, (2, 1, length, 1), generator=make)
+    groups[groups == 3] = 4  # an empty one
+    groups = groups.to(DEVICE)
+    q, k, v = (
+        torch.randn(2, count, length, 16, generator=make).to(DEVICE, torch.bfloat16 if ON_GPU else torch.float32)
+        for count in (heads[0], heads[1], heads[1])
+    )
+    options = {"num_groups": 5, "window": 20, "num_sinks": sinks}
+    grad = torch.randn(*q.shape, generator=make).to(DEVICE, q.dtype)
+    return Case(*(x.requires_grad_() for x in (q, k, v)), groups, groups, options), grad
+
+
+def check_shared_ids(case: Case, grad: torch.Tensor) -> None:
+    """Triton's outputs and gradients against the oracle's."""
+    got = case.run("triton", grad)
+    want = case.cast(torch.float32).run("reference", grad.float())
+    rough = plain_attention(case, grad) if ON_GPU else [None] * 4
+    for name, mine, exact, plain in zip(NAMES[:4], got, want, rough, strict=False):
+        bound = 2 * worst(plain, exact) + 1e-5 if ON_GPU else 1e-5 * max(1.0, float(exact.abs().max()))
+        assert worst(mine, exact) <= bound, name
+
+
 @pytest.mark.parametrize("copies_fit", [True, False], ids=["at once", "head by head"])
 @pytest.mark.parametrize("sinks", [0, 3])
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2)], ids=str)
@@ -383,46 +408,21 @@ def test_shared_ids_go_through_one_causal_attention_a_group(
     if importlib.util.find_spec("cudnn") is None or not ON_GPU:
         fake_cudnn(monkeypatch)
     monkeypatch.setattr(sorted_rows, "heads_at_once", lambda call, copies: heads[1] if copies_fit else 1)
-    half = ON_GPU
-    make = torch.Generator().manual_seed(0)
-    groups = torch.randint(0, 5, (2, 1, length, 1), generator=make)
-    groups[groups == 3] = 4  # an empty one
-    groups = groups.to(DEVICE)
-    q, k, v = (
-        torch.randn(2, count, length, 16, generator=make).to(DEVICE, torch.bfloat16 if half else torch.float32)
-        for count in (heads[0], heads[1], heads[1])
-    )
-    case = Case(
-        *(x.requires_grad_() for x in (q, k, v)), groups, groups, {"num_groups": 5, "window": 20, "num_sinks": sinks}
-    )
     calls = []
     real = cudnn.forward
     monkeypatch.setattr(cudnn, "forward", lambda *arguments: (calls.append(arguments), real(*arguments)))
-    grad = torch.randn(*q.shape, generator=make).to(DEVICE, q.dtype)
-    got = case.run("triton", grad)
+    check_shared_ids(*shared_ids(length, heads, sinks))
     assert len(calls) == (1 if copies_fit else heads[1])
-    want = case.cast(torch.float32).run("reference", grad.float())
-    rough = plain_attention(case, grad) if half else [None] * 4
-    for name, mine, exact, plain in zip(NAMES[:4], got, want, rough, strict=False):
-        bound = 2 * worst(plain, exact) + 1e-5 if half else 1e-5 * max(1.0, float(exact.abs().max()))
-        assert worst(mine, exact) <= bound, name
 
 
-@pytest.mark.skipif(ON_GPU, reason="cuDNN's own kernels do it there")
 def test_where_cudnn_has_no_backward_the_general_way_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
     from focus_attn.attention import cudnn
 
-    fake_cudnn(monkeypatch)
+    if importlib.util.find_spec("cudnn") is None or not ON_GPU:
+        fake_cudnn(monkeypatch)
     monkeypatch.setattr(cudnn, "can_differentiate", lambda shape, deterministic: False)
     monkeypatch.setattr(cudnn, "backward", None)
-    make = torch.Generator().manual_seed(0)
-    groups = torch.randint(0, 5, (1, 1, 150, 1), generator=make)
-    q, k, v, grad = (torch.randn(1, 2, 150, 16, generator=make) for _ in range(4))
-    case = Case(
-        *(x.requires_grad_() for x in (q, k, v)), groups, groups, {"num_groups": 5, "window": 20, "num_sinks": 3}
-    )
-    for mine, exact in zip(case.run("triton", grad), case.run("reference", grad), strict=True):
-        assert worst(mine, exact) <= 1e-5 * max(1.0, float(exact.abs().max()))
+    check_shared_ids(*shared_ids(150, (2, 2), 3))
 
 
 @pytest.mark.parametrize("copies_fit", [True, False], ids=["at once", "head by head"])

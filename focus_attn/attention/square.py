@@ -44,8 +44,8 @@ def serves_backward(call: AttentionCall, setup: Setup) -> bool:
     """Not everywhere where the forward is served; the general way can do what this cannot."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     answer: bool = serves(call, setup) and setup.once(
-        f"square gradient, {deterministic}",
-        lambda: cudnn.can_differentiate(_step_and_shape(call, copies=10)[1], deterministic),
+        ("square gradient", deterministic),
+        lambda: cudnn.can_differentiate(_heads_at_once_backward(call, setup)[1], deterministic),
     )
     return answer
 
@@ -103,6 +103,11 @@ def _heads_at_once(call: AttentionCall, setup: Setup) -> tuple[int, cudnn.Shape]
     return answer
 
 
+def _heads_at_once_backward(call: AttentionCall, setup: Setup) -> tuple[int, cudnn.Shape]:
+    answer: tuple[int, cudnn.Shape] = setup.once("square backward", lambda: _step_and_shape(call, copies=10))
+    return answer
+
+
 def group_gradients(
     call: AttentionCall, setup: Setup, grad: Tensor, out: Tensor, lse: Tensor
 ) -> Iterator[tuple[Tensor, int, int, tuple[Tensor, Tensor, Tensor]]]:
@@ -110,7 +115,7 @@ def group_gradients(
 
     The tensors are used again for the next heads.
     """
-    step, shape = setup.once("square backward", lambda: _step_and_shape(call, copies=10))
+    step, shape = _heads_at_once_backward(call, setup)
     plan = triton_plan.room_for_square(call)
     triton_plan.plan_square(call, setup, plan, shape.heads, shape.kv_heads)
     slots, sorted_lse = plan.slots, _room_for_lse(call, shape)

@@ -87,19 +87,14 @@ def fine_tune(
         parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=device.type == "cuda" or None
     )
     losses: list[float] = []
-    settings = {
-        "method": method,
-        "steps": steps,
-        "lr": lr,
-        "rank": None if method == "full" else rank,
-        "sequences": sequences,
-        "warmup": warmup,
-        "seed": seed,
-        "data": hashlib.sha256(data.cpu().numpy().tobytes()).hexdigest(),
-    }
     path = None if checkpoint is None else Path(checkpoint)
-    if path is not None and path.exists():
-        losses = _restore(path, parameters, optimizer, settings)
+    settings: dict[str, Any] = {}  # what a checkpoint is known by
+    if path is not None:
+        settings = {"method": method, "steps": steps, "lr": lr, "sequences": sequences, "warmup": warmup, "seed": seed}
+        settings["rank"] = None if method == "full" else rank
+        settings["data"] = hashlib.sha256(data.cpu().numpy().tobytes()).hexdigest()
+        if path.exists():
+            losses = _restore(path, parameters, optimizer, settings)
     trained.train()
     for step in range(len(losses), steps):
         for group in optimizer.param_groups:

@@ -116,10 +116,10 @@ class Haystack:
             return self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]  # type: ignore
 
         (before,) = encoded([BEFORE])
-        behind, alone = encoded([BEFORE + text for text in texts]), encoded(texts)
+        behind = encoded([BEFORE + text for text in texts])
         return [
-            ids[len(before) :] if ids[: len(before)] == before else plain
-            for ids, plain in zip(behind, alone, strict=True)
+            ids[len(before) :] if ids[: len(before)] == before else encoded([text])[0]
+            for ids, text in zip(behind, texts, strict=True)
         ]
 
     def hide(self, hidden: Hidden, places: Sequence[float], room: int, rng: random.Random) -> list[int]:

@@ -22,7 +22,7 @@ from focus_attn.evaluation.bootstrap import RESAMPLES
 from focus_attn.evaluation.models import Compared
 from focus_attn.evaluation.requests import Requests
 from focus_attn.evaluation.score_file import ScoreFile, read_scores
-from focus_attn.evaluation.scoring import Scorer, score
+from focus_attn.evaluation.scoring import Scorer
 from focus_attn.evaluation.summary import (
     BASE,
     Cell,
@@ -115,16 +115,15 @@ def score_model(
     """
     if f"{name}.jsonl" == ITEMS:
         raise ValueError(f"a model cannot be called {name!r}: {ITEMS} holds the requests")
-    Scorer(model, requests, tokenizer).check()  # before anything is written: what is refused is to leave no trace
+    scorer = Scorer(model, requests, tokenizer, batch_tokens, share_prefixes)
+    scorer.check()  # before anything is written: what is refused is to leave no trace
     if not (folder / ITEMS).is_file():
         requests.without_tokens().save(folder / ITEMS)
     elif Requests.load(folder / ITEMS).digest != requests.digest:
         raise ValueError(f"{str(folder)!r} has scores of other requests: choose another folder, or delete it")
     header = {"requests": requests.digest, **(facts or {})}
     scores = ScoreFile(folder / f"{name}.jsonl", header, notes={"run": describe_run()})
-    shown = None if progress is None else partial(progress, f"scoring {name}")
-    options: dict[str, Any] = {"batch_tokens": batch_tokens, "share_prefixes": share_prefixes}
-    score(model, requests, scores, tokenizer, progress=shown, **options)
+    scorer.score(scores, None if progress is None else partial(progress, f"scoring {name}"))
 
 
 def sum_up(folder: Path, resamples: int = RESAMPLES) -> Evaluation:

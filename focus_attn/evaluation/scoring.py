@@ -33,7 +33,6 @@ LENGTH_STEP = {"cuda": 64, "cpu": 1}  # lengths are rounded up to it: GPU kernel
 LONGEST_STOP = 24  # tokens of the end in which a stop string is looked for
 
 
-@torch.no_grad()
 def score(
     model: nn.Module,
     requests: Requests,
@@ -53,19 +52,7 @@ def score(
     """
     scorer = Scorer(model, requests, tokenizer, batch_tokens, share_prefixes)
     scorer.check()
-    left = [item for item in requests.items if item.key not in scores.scores]
-    done, was_training = len(requests.items) - len(left), model.training
-    model.eval()
-    if progress:
-        progress(done, len(requests.items))
-    try:
-        for batch in scorer.run(left):
-            scores.append(batch)
-            done += len(batch)
-            if progress:
-                progress(done, len(requests.items))
-    finally:
-        model.train(was_training)
+    scorer.score(scores, progress)
 
 
 class Scorer:
@@ -85,6 +72,24 @@ class Scorer:
         self.lm: Any = self.focus.base_model if self.focus else model
         self.device = next(model.parameters()).device
         self.batch_tokens = batch_tokens or BATCH_TOKENS.get(self.device.type, BATCH_TOKENS["cpu"])
+
+    @torch.no_grad()
+    def score(self, scores: ScoreFile, progress: Count | None = None) -> None:
+        """What is not in the file yet, once it was checked."""
+        left = [item for item in self.requests.items if item.key not in scores.scores]
+        total, was_training = len(self.requests.items), self.model.training
+        done = total - len(left)
+        self.model.eval()
+        if progress:
+            progress(done, total)
+        try:
+            for batch in self.run(left):
+                scores.append(batch)
+                done += len(batch)
+                if progress:
+                    progress(done, total)
+        finally:
+            self.model.train(was_training)
 
     def check(self) -> None:
         """Before anything runs: causal routing, ids that the model has, lengths that it reaches, a tokenizer where one
