@@ -88,3 +88,30 @@ def test_nan_and_too_few_resamples_are_refused():
         mean_interval([1.0, math.nan])
     with pytest.raises(ValueError, match="`resamples`"):
         mean_interval([1.0, 2.0], resamples=1)
+
+
+def behind_prefixes(seed, prefixes=16, items=25):
+    """Differences of items that share the luck of their prefix, and which one each has."""
+    make = torch.Generator().manual_seed(seed)
+    luck = torch.randn(prefixes, 1, generator=make, dtype=torch.float64)
+    values = luck + torch.randn(prefixes, items, generator=make, dtype=torch.float64)
+    return values.flatten(), [f"prefix {number // items}" for number in range(prefixes * items)]
+
+
+def test_what_stands_behind_one_prefix_is_drawn_together():
+    together, alone = 0, 0
+    for seed in range(200):
+        values, prefixes = behind_prefixes(seed)
+        interval = mean_interval(values, together=prefixes, resamples=200)
+        together += interval.contains(0)
+        alone += mean_interval(values, resamples=200).contains(0)
+        assert (interval.n, interval.drawn_together) == (400, 16)
+    assert 0.87 <= together / 200 <= 0.98 and alone / 200 < 0.5  # one by one they pretend to know the prefixes
+
+
+def test_few_prefixes_are_no_sample_to_draw_from():
+    values, prefixes = behind_prefixes(0, prefixes=7)
+    interval = paired_difference(torch.zeros_like(values), values, together=prefixes)
+    assert interval == paired_difference(torch.zeros_like(values), values) and interval.drawn_together is None
+    with pytest.raises(ValueError, match="a label for each of the 175 items"):
+        perplexity_ratio(values, values, together=prefixes[1:])

@@ -188,9 +188,11 @@ def _row(
     base = base_of(scores)
     losses = metric in FROM_LOSSES
     one, two = (perplexity_interval, perplexity_ratio) if losses else (mean_interval, paired_difference)
-    models = {name: one(column, weights, resamples=resamples) for name, column in columns.items()}
+    prefixes = [item.prefix for item in items]
+    together = None if None in prefixes else prefixes  # what stands behind one prefix shares its luck
+    models = {name: one(column, weights, together=together, resamples=resamples) for name, column in columns.items()}
     against = {
-        name: two(columns[base], column, weights, resamples=resamples)
+        name: two(columns[base], column, weights, together=together, resamples=resamples)
         for name, column in columns.items()
         if name != base
     }
