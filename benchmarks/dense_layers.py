@@ -3,10 +3,13 @@
     python benchmarks/dense_layers.py --adapter runs/k8_distill --text books/train --json dense_layers.json
     python benchmarks/dense_layers.py --adapter runs/k8 --text books/train --retrieval multi_key --length 1024 \
         --json needle_layers.json
+    python benchmarks/dense_layers.py --adapter runs/k8 --requests requests.jsonl.xz --items 64 \
+        --task "lambada_openai@4096 shots" --json lambada_layers.json
 
-The loss is that of the text, or with --retrieval that of answers to what was hidden in it, as in `focus eval`; where
-those are several strings in any order, that of what the base model writes up to the last right one. It is a choice
-that comes of this, `dense_layers` or `dense_heads` of a recipe, so ask text that the adapter is not judged by.
+The loss is that of the text, or with --retrieval that of answers to what was hidden in it, as in `focus eval`, or with
+--requests that of the right answers of a task that `focus eval --write-requests` has written; where those are several
+strings in any order, that of what the base model writes up to the last right one. It is a choice that comes of this,
+`dense_layers` or `dense_heads` of a recipe, so ask what the adapter is not judged by.
 What they give back one by one does not add up: the last rows open the best ones together.
 """
 
@@ -31,6 +34,7 @@ from focus_attn.evaluation.perplexity import block_perplexity
 from focus_attn.evaluation.requests import Requests
 from focus_attn.evaluation.retrieval import KINDS, SPREAD, retrieval
 from focus_attn.evaluation.scoring import Scorer
+from focus_attn.evaluation.tasks import evenly
 from focus_attn.router import Routing
 from focus_attn.text import read_text
 from focus_attn.training.balance import routed_layers
@@ -54,7 +58,7 @@ def answer_loss(asked: Requests) -> Loss:
     @torch.no_grad()
     def of(model: FocusModel) -> float:
         scorer = Scorer(model, asked)
-        scorer.check(asked.items)
+        scorer.check()
         found = [score["scores"][0][0] for batch in scorer.run(asked.items) for _, score in batch]
         return -sum(found) / len(found)
 
@@ -66,7 +70,7 @@ def right_answers(model: FocusModel, asked: Requests, tokenizer: PreTrainedToken
     """Items whose answers are generated, as those with one answer: what the model writes without Focus, up to the last
     string that was asked for. Those where it finds fewer than two are left out: there is nothing to lose."""
     scorer = Scorer(model, asked, tokenizer)
-    scorer.check(asked.items)
+    scorer.check()
     with model.disable_focus():
         written = dict(pair for batch in scorer.run(asked.items) for pair in batch)
     items = []
@@ -78,7 +82,21 @@ def right_answers(model: FocusModel, asked: Requests, tokenizer: PreTrainedToken
             items.append(replace(item, kind="loglikelihood", continuations=[answer], options={}))
     if not items:
         raise SystemExit("the base model finds nothing to compare with: ask for more --items, or a shorter --length")
-    return Requests(asked.tasks, items)
+    return Requests(asked.tasks, items, asked.prefixes)
+
+
+def of_task(requests: Requests, name: str, most: int) -> Requests:
+    """Items of one task, spread over it, each with the right answer alone."""
+    items = evenly([item for item in requests.items if item.task == name], most)
+    if not items or any(item.kind == "losses" or "labels" in item.answer for item in items):
+        tasks = ", ".join(repr(task) for task in requests.tasks)
+        raise SystemExit(f"{name!r} is no task with one right answer; the file has {tasks}")
+    right = [
+        replace(item, continuations=[item.continuations[item.answer.get("gold", 0)]]) if item.continuations else item
+        for item in items
+    ]
+    prefixes = {item.prefix: requests.prefixes[item.prefix] for item in items if item.prefix is not None}
+    return Requests({name: requests.tasks[name]}, right, prefixes)
 
 
 def measure(model: FocusModel, ask: Loss) -> dict[str, Any]:
@@ -128,31 +146,42 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a Hugging Face name or folder; by default the embedded model")
     parser.add_argument("--adapter", required=True, help="a folder, or the name of a shipped adapter")
-    parser.add_argument("--text", type=Path, required=True, help="a file, a folder of them, or, of ids, NAME.npy")
+    parser.add_argument("--text", type=Path, help="a file, a folder of them, or, of ids, NAME.npy")
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--retrieval", choices=KINDS, help="ask for facts hidden in the text")
-    parser.add_argument("--items", type=int, default=10, help="with --retrieval: a quarter of them")
+    parser.add_argument("--requests", type=Path, help="a file of `focus eval --write-requests`: ask its --task")
+    parser.add_argument("--task", help="as in 'lambada_openai@4096 shots'")
+    parser.add_argument("--items", type=int, default=10, help="with --requests; with --retrieval: a quarter of them")
     parser.add_argument("--seed", type=int, default=3000, help="of those items")
     parser.add_argument("--device")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
+    if (options.text is None) == (options.requests is None) or bool(options.requests) != bool(options.task):
+        parser.error("give --text, or --requests and --task")
     device = read_device(options.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     loaded = load_compared(options.model, [options.adapter], dtype, device)
     model, tokenizer = loaded.model, loaded.tokenizer
-    asked: dict[str, Any] = {"adapter": Path(options.adapter).name, "length": options.length}
-    if options.retrieval:
+    asked: dict[str, Any] = {"adapter": Path(options.adapter).name}
+    if options.requests:
+        of = of_task(Requests.load(options.requests), options.task, options.items)
+        if of.items[0].kind == "generate":
+            of = right_answers(model, of, tokenizer)
+        asked |= {"task": options.task, "items": len(of.items)}
+        ask = answer_loss(of)
+    elif options.retrieval:
         texts, lengths = read_text(options.text), [options.length]
         hidden = retrieval(tokenizer, options.retrieval, texts, lengths, DEPTHS, options.items, options.seed)
         if options.retrieval in SPREAD:
             hidden = right_answers(model, hidden, tokenizer)
-        asked |= {"retrieval": options.retrieval, "items": len(hidden.items), "seed": options.seed}
+        asked |= {"length": options.length, "retrieval": options.retrieval, "items": len(hidden.items)}
+        asked |= {"seed": options.seed}
         ask = answer_loss(hidden)
     else:
         begins = None if options.text.suffix == ".npy" else tokenizer
         ids = blocks(documents(options.text, tokenizer), options.length, options.blocks, begins)
-        asked |= {"blocks": len(ids)}
+        asked |= {"length": options.length, "blocks": len(ids)}
         ask = text_loss(ids)
     write_json(options.json, {**asked, **measure(model, ask)})
 

@@ -37,8 +37,11 @@ def focus(qkv: list[torch.Tensor], setting: dict[str, Any], backend: str = "stoc
     shape = 1, setting["routers"], qkv[0].shape[2], 1
     query_groups = torch.randint(0, GROUPS, shape)
     key_groups = query_groups if setting["shared"] else torch.randint(0, GROUPS, shape)
-    return focus_attention(
-        *qkv,
+    q, k, v = qkv
+    out = focus_attention(
+        q,
+        k,
+        v,
         query_groups,
         key_groups,
         num_groups=GROUPS,
@@ -46,10 +49,13 @@ def focus(qkv: list[torch.Tensor], setting: dict[str, Any], backend: str = "stoc
         num_sinks=setting["num_sinks"],
         backend=backend,
     )
+    assert isinstance(out, torch.Tensor)
+    return out
 
 
 def dense(qkv: list[torch.Tensor]) -> torch.Tensor:
-    return F.scaled_dot_product_attention(*qkv, is_causal=True)
+    q, k, v = qkv
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def timed(call: Callable[[], torch.Tensor], grad: torch.Tensor | None) -> float:

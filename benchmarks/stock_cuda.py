@@ -70,7 +70,9 @@ def measure(name: str, length: int, backward: bool, repeats: int) -> dict[str, A
 
     def focus(backend: str) -> Tensor:
         options = {"num_groups": GROUPS, "window": 128, "num_sinks": setting["num_sinks"]}
-        return focus_attention(q, k, v, *ids[0], backend=backend, **options)
+        out = focus_attention(q, k, v, *ids[0], backend=backend, **options)
+        assert isinstance(out, Tensor)
+        return out
 
     def dense() -> Tensor:
         return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=kv_heads < HEADS)

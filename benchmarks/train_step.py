@@ -55,15 +55,14 @@ def contenders(model: FocusModel, ids: Tensor) -> list[Contender]:
 
 
 def row(length: int, measured: dict[str, Measured]) -> dict[str, Any]:
-    times = {
+    times: dict[str, dict[str, Any]] = {
         name: {"ms": 1e3 * one.seconds, "min_ms": 1e3 * min(one.times), "max_ms": 1e3 * max(one.times)}
         | {"peak_GiB": None if one.peak_bytes is None else one.peak_bytes / 2**30}
         for name, one in measured.items()
         if one.times
     }
     fastest = min((name for name in times if name != "Focus"), key=lambda name: times[name]["ms"], default=None)
-    both = fastest is not None and "Focus" in times
-    speedup = times[fastest]["ms"] / times["Focus"]["ms"] if both else None
+    speedup = times[fastest]["ms"] / times["Focus"]["ms"] if fastest is not None and "Focus" in times else None
     failed = {name: one.failed for name, one in measured.items() if one.failed}
     return {"length": length, "baseline": fastest, "speedup": speedup, "steps": times, "failed": failed}
 
