@@ -81,16 +81,17 @@ def right_answers(model: FocusModel, asked: Requests, tokenizer: PreTrainedToken
             answer = tokenizer.encode(text[: max(ends)], add_special_tokens=False)
             items.append(replace(item, kind="loglikelihood", continuations=[answer], options={}))
     if not items:
-        raise SystemExit("the base model finds nothing to compare with: ask for more --items, or a shorter --length")
+        raise SystemExit("the base model finds nothing to compare with: ask for more --items, or for shorter texts")
     return Requests(asked.tasks, items, asked.prefixes)
 
 
 def of_task(requests: Requests, name: str, most: int) -> Requests:
     """Items of one task, spread over it, each with the right answer alone."""
     items = evenly([item for item in requests.items if item.task == name], most)
-    if not items or any(item.kind == "losses" or "labels" in item.answer for item in items):
-        tasks = ", ".join(repr(task) for task in requests.tasks)
-        raise SystemExit(f"{name!r} is no task with one right answer; the file has {tasks}")
+    one = ("choice", "last_word", "exact_continuation", "found_strings")
+    if not items or requests.tasks[name].measure not in one:
+        tasks = ", ".join(repr(task) for task, of in requests.tasks.items() if of.measure in one)
+        raise SystemExit(f"{name!r} is no task with a right answer to take the loss of; the file has {tasks}")
     right = [
         replace(item, continuations=[item.continuations[item.answer.get("gold", 0)]]) if item.continuations else item
         for item in items
@@ -159,6 +160,8 @@ def main() -> None:
     options = parser.parse_args()
     if (options.text is None) == (options.requests is None) or bool(options.requests) != bool(options.task):
         parser.error("give --text, or --requests and --task")
+    if options.requests and options.retrieval:
+        parser.error("--retrieval hides facts in --text: with --requests name a --task of the file")
     device = read_device(options.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     loaded = load_compared(options.model, [options.adapter], dtype, device)

@@ -17,8 +17,13 @@ Sample = dict[str, list[float]]
 
 
 def sample_of(weights: Iterable[tuple[str, Tensor]]) -> Sample:
-    """Of those that are at hand: no shard, nothing quantised, nothing offloaded."""
-    return {name: _first(x) for name, x in weights if type(x.data) is Tensor and not x.is_meta}
+    """Of those that are at hand: no shard, nothing quantised, nothing offloaded. peft's names for what it wraps are
+    those of the model itself."""
+    return {
+        name.removeprefix("base_model.model.").replace(".base_layer.", "."): _first(x)
+        for name, x in weights
+        if type(x.data) is Tensor and not x.is_meta and x.is_floating_point() and x.element_size() > 1
+    }
 
 
 def sample_of_files(folder: Path) -> Sample:
@@ -28,7 +33,9 @@ def sample_of_files(folder: Path) -> Sample:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 (it is no dict)
                 part = file.get_slice(name)
-                sample[name] = _first(part[:1] if len(part.get_shape()) > 1 else part[:SAMPLED])
+                shape = part.get_shape()
+                some = file.get_tensor(name) if not shape else part[:1] if len(shape) > 1 else part[:SAMPLED]
+                sample[name] = _first(some)
     return sample
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import json
@@ -11,15 +12,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny import SPARSE, VOCAB, focus, opened, tiny_model, tokens
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from focus_attn import FocusConfig, FocusModel, get_focus_model
 from focus_attn.adapters import CONFIG_FILE, FORMAT_VERSION, WEIGHTS_FILE
+from focus_attn.base_sample import sample_of
 from focus_attn.version import __version__
 
 pytestmark = pytest.mark.filterwarnings("ignore:this input of")
+LORA = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
 
 
 def logits(model, ids):
@@ -229,6 +233,33 @@ def test_push_to_hub_uploads_the_two_files(monkeypatch):
     monkeypatch.setattr(hub, "create_and_tag_model_card", lambda *args, **options: Card())
     assert get_focus_model(tiny_model(), SPARSE).push_to_hub("someone/adapter") == "done"
     assert pushed == {"repo_id": "someone/adapter", "files": ["README.md", CONFIG_FILE, WEIGHTS_FILE]}
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda model: model, lambda model: get_peft_model(model, LORA)], ids=["plain", "peft"]
+)
+def test_an_adapter_trained_with_its_model_fits_that_one_alone(wrap, saved):
+    own, other = tiny_model(), tiny_model()
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight.mul_(1.5)
+    own.register_buffer("one_number", torch.tensor(0.5))  # files may hold such
+    own.save_pretrained(saved / "base_model")
+    for same in (own, copy.deepcopy(own).bfloat16()):
+        FocusModel.from_pretrained(wrap(copy.deepcopy(same)), saved)
+    with pytest.raises(ValueError, match="trained together with its model"):
+        FocusModel.from_pretrained(wrap(copy.deepcopy(other)), saved)
+    focus = get_focus_model(wrap(other), SPARSE)
+    with pytest.raises(ValueError, match="trained together with its model"):
+        focus.load_adapter(saved, "another")
+    assert focus.active_adapter == "default"
+
+
+def test_what_is_quantised_says_nothing_of_a_model():
+    packed = torch.nn.Parameter(torch.zeros(8, dtype=torch.uint8), requires_grad=False)
+    small = torch.nn.Parameter(torch.zeros(8).to(torch.float8_e4m3fn), requires_grad=False)
+    assert sample_of([("packed", packed), ("small", small), ("plain", torch.nn.Parameter(torch.ones(2)))]) == {
+        "plain": [1.0, 1.0]
+    }
 
 
 def test_several_adapters_on_one_base_model(saved):

@@ -35,7 +35,7 @@ def test_a_task_is_asked_for_its_right_answers():
     assert [item.item for item in asked.items] == ["0", "2", "4"] and set(asked.prefixes) == {"p"}
     assert all(item.continuations == [whole.items[int(item.item)].continuations[0]] for item in asked.items)
     for name in ("labels", "missing"):
-        with pytest.raises(SystemExit, match="no task with one right answer; the file has 'choice', 'labels'"):
+        with pytest.raises(SystemExit, match=r"with a right answer to take the loss of; the file has 'choice'$"):
             dense_layers.of_task(whole, name, 3)
 
 
@@ -46,3 +46,36 @@ def test_all_layers_together_give_back_all():
     assert abs(lost) > 1e-3  # otherwise the next line says nothing
     assert len(found["together"][-1]["layers"]) == len(found["layers"])
     assert found["together"][-1]["gives_back"] == pytest.approx(lost, abs=1e-4)
+
+
+def test_what_the_base_model_writes_is_asked_behind_its_prefix():
+    base, tokenizer = tiny_random_model()
+    model = get_focus_model(base, FocusConfig(num_groups=4, window=8, num_sinks=1, router_dim=8)).eval()
+    whole = requests()
+    options = {"max_new_tokens": 8, "until": []}
+
+    def asked(strings: list[str]) -> Requests:
+        task = {"spread": Task("spread", "found_strings", "retrieval", {})}
+        item = Item("spread", "0", "generate", whole.items[0].context, (), "p", {"strings": strings}, options)
+        return Requests(task, [item], whole.prefixes)
+
+    with model.disable_focus():
+        scorer = dense_layers.Scorer(model, asked([]), tokenizer)
+        ((_, score),) = [pair for batch in scorer.run(scorer.requests.items) for pair in batch]
+    text = score["text"].lstrip()
+    assert len(text) > 3
+    found = dense_layers.right_answers(model, asked([text[:3], text[:2]]), tokenizer)
+    assert found.items[0].kind == "loglikelihood" and found.prefixes == whole.prefixes
+    assert tokenizer.decode(found.items[0].continuations[0]) == " " + text[:3]
+    with pytest.raises(SystemExit, match="finds nothing to compare with"):
+        dense_layers.right_answers(model, asked(["nowhere", "to be found"]), tokenizer)
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--requests", "a"], ["--requests", "a", "--task", "b", "--retrieval", "needle"]], ids=str
+)
+def test_what_is_asked_has_to_be_said(arguments, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["dense_layers.py", "--adapter", "k8", "--json", "x", *arguments])
+    with pytest.raises(SystemExit):
+        dense_layers.main()
+    assert "name a --task" in (said := capsys.readouterr().err) or "give --text, or" in said

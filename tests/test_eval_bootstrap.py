@@ -109,9 +109,17 @@ def test_what_stands_behind_one_prefix_is_drawn_together():
     assert 0.87 <= together / 200 <= 0.98 and alone / 200 < 0.5  # one by one they pretend to know the prefixes
 
 
-def test_few_prefixes_are_no_sample_to_draw_from():
+def test_of_few_prefixes_the_wider_interval_counts():
+    values, prefixes = behind_prefixes(0, prefixes=4)
+    zeros, luck = torch.zeros_like(values), paired_difference(torch.zeros_like(values), values, together=prefixes)
+    alone = paired_difference(zeros, values)
+    assert luck.drawn_together == 4 and luck.high - luck.low > alone.high - alone.low
+    alike = values.view(4, 25) - values.view(4, 25).mean(1, keepdim=True)  # no luck: every prefix has the same mean
+    assert paired_difference(zeros, alike.flatten(), together=prefixes) == paired_difference(zeros, alike.flatten())
+    assert mean_interval(values, together=["one"] * 100) == mean_interval(values)
+
+
+def test_labels_are_for_items():
     values, prefixes = behind_prefixes(0, prefixes=7)
-    interval = paired_difference(torch.zeros_like(values), values, together=prefixes)
-    assert interval == paired_difference(torch.zeros_like(values), values) and interval.drawn_together is None
     with pytest.raises(ValueError, match="a label for each of the 175 items"):
         perplexity_ratio(values, values, together=prefixes[1:])

@@ -217,6 +217,21 @@ def test_verdicts_and_floors():
     assert row.to_dict()["at_floor"]
 
 
+def test_items_behind_one_prefix_are_drawn_together():
+    def asked(prefix_of):
+        answer = {"gold": 1, "characters": [1, 1], "metrics": ["acc"]}
+        items = [Item("t", str(n), "loglikelihood", [1], [[1], [2]], prefix_of(n), answer=answer) for n in range(80)]
+        prefixes = {item.prefix: [1, 2] for item in items if item.prefix}
+        return Requests({"t": Task("t", "choice", "task")}, items, prefixes)
+
+    scores = {"base": answers([True] * 80), "k4": answers([n % 8 > 0 for n in range(80)])}  # one prefix's luck
+    (row,) = summarise(asked(lambda n: f"p{n % 8}"), scores)
+    assert row.models["base"].drawn_together == row.against_base["k4"].drawn_together == 8
+    (alone,) = summarise(asked(lambda n: f"p{n % 8}" if n else None), scores)
+    assert alone.against_base["k4"].drawn_together is None
+    assert (alone.verdict("k4"), row.verdict("k4")) == ("worse", "within the interval")
+
+
 def test_one_item_gives_no_verdict():
     item = Item("t", "0", "losses", [1, 2], options={"edges": [1]}, answer={"first": 1, "length": 2, "bytes": 3})
     requests = Requests({"t": Task("t", "text_losses", "perplexity")}, [item])

@@ -8,7 +8,7 @@ drawn together, so that an interval says what other prefixes would have given to
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 RESAMPLES = 1000
 LEVEL = 0.95
-FEWEST_TOGETHER = 8  # bundles of items: draws of fewer say less than draws of the items do
+FEWEST_TOGETHER = 8  # bundles of items: from fewer they are drawn too, and the wider interval counts
 
 Values = Sequence[float] | Tensor  # one for each item
 Labels = Sequence[Hashable]  # likewise; items with the same one are drawn together
@@ -57,12 +57,11 @@ def mean_interval(
 
     Args:
         together: a label for each item; those with the same one, such as the prefix they stand behind, are drawn
-            together, unless there are too few labels for that (`FEWEST_TOGETHER`).
+            together. Where the labels are fewer than `FEWEST_TOGETHER`, items are drawn as well, and of the two
+            intervals the wider one is given.
     """
-    (column,), heft = _columns([values], weights)
-    bundles = _bundles(together, len(heft))
-    drawn = _means([column], heft, bundles, resamples, seed)[0]
-    return _interval(column @ heft / heft.sum(), drawn, len(heft), bundles)
+    columns, heft = _columns([values], weights)
+    return _interval(lambda means: means[0], columns, heft, together, resamples, seed)
 
 
 def paired_difference(
@@ -76,21 +75,20 @@ def paired_difference(
 ) -> Interval:
     """mean(other) - mean(base) over the same items. 0 in the interval: no difference can be told."""
     columns, heft = _columns([base, other], weights)
-    bundles = _bundles(together, len(heft))
-    first, second = (column @ heft / heft.sum() for column in columns)
-    drawn = _means(columns, heft, bundles, resamples, seed)
-    return _interval(second - first, drawn[1] - drawn[0], len(heft), bundles)
+    return _interval(lambda means: means[1] - means[0], columns, heft, together, resamples, seed)
 
 
 def paired_ratio(base: Values, other: Values, *, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
     """mean(other) / mean(base) over the same items, for scores that are never negative and not all 0."""
     columns, heft = _columns([base, other], None)
-    first, second = (column.mean() for column in columns)
-    if first <= 0 or any(bool((column < 0).any()) for column in columns):
+    if columns[0].mean() <= 0 or any(bool((column < 0).any()) for column in columns):
         raise ValueError("a ratio of scores needs a base above 0 and no score below it")
-    drawn = _means(columns, heft, None, resamples, seed)
-    kept = drawn[:, drawn[0] > 0]  # a draw of nothing but zeros has no ratio
-    return _interval(second / first, kept[1] / kept[0], len(heft))
+
+    def ratio(means: Tensor) -> Tensor:
+        kept = means[:, means[0] > 0]  # a draw of nothing but zeros has no ratio
+        return kept[1] / kept[0]
+
+    return _interval(ratio, columns, heft, None, resamples, seed)
 
 
 def perplexity_ratio(
@@ -151,36 +149,52 @@ def _columns(columns: Sequence[Values], weights: Values | None) -> tuple[list[Te
     return tensors, heft
 
 
-def _bundles(together: Labels | None, items: int) -> Tensor | None:
-    """The number of each item's bundle, or None where items are to be drawn one by one."""
-    if together is None:
-        return None
-    if len(together) != items:
-        raise ValueError(f"`together` is a label for each of the {items} items, got {len(together)}")
-    numbers = {label: number for number, label in enumerate(dict.fromkeys(together))}
-    if len(numbers) < FEWEST_TOGETHER:
-        return None
-    return torch.tensor([numbers[label] for label in together])
-
-
-def _means(columns: Sequence[Tensor], heft: Tensor, bundles: Tensor | None, resamples: int, seed: int) -> Tensor:
-    """Weighted means of resampled items, the same items for every column, [columns, resamples]."""
+def _interval(
+    figure: Callable[[Tensor], Tensor],
+    columns: Sequence[Tensor],
+    heft: Tensor,
+    together: Labels | None,
+    resamples: int,
+    seed: int,
+) -> Interval:
+    """figure: of weighted means [columns, draws], one for each draw (or fewer, where it has none)."""
     if resamples < 2:
         raise ValueError(f"`resamples` must be at least 2, got {resamples}")
-    generator = torch.Generator().manual_seed(seed)
     products = torch.stack([*(column * heft for column in columns), heft], dim=1)  # [n, columns + 1]
-    if bundles is not None:
-        products = products.new_zeros(int(bundles.max()) + 1, products.shape[1]).index_add_(0, bundles, products)
-    n = len(products)
-    sums = torch.stack([products[torch.randint(n, (n,), generator=generator)].sum(0) for _ in range(resamples)])
+    (estimate,) = figure(_means(products.sum(0, keepdim=True)))
+
+    def drawn_from(sums: Tensor, count: int | None) -> Interval:
+        generator, n = torch.Generator().manual_seed(seed), len(sums)
+        drawn = torch.stack([sums[torch.randint(n, (n,), generator=generator)].sum(0) for _ in range(resamples)])
+        values, outside = figure(_means(drawn)), (1 - LEVEL) / 2
+        low, high = torch.quantile(values, torch.tensor([outside, 1 - outside], dtype=values.dtype)).tolist()
+        return Interval(estimate.item(), low, high, len(heft), len(values), drawn_together=count)
+
+    bundled = _bundled(products, together)
+    if bundled is None:
+        return drawn_from(products, None)
+    found = drawn_from(bundled, len(bundled))
+    if len(bundled) < FEWEST_TOGETHER:
+        found = max(found, drawn_from(products, None), key=lambda one: one.high - one.low)
+    return found
+
+
+def _means(sums: Tensor) -> Tensor:
+    """Sums [draws, columns + 1], the last of them that of the weights, as means [columns, draws]."""
     return (sums[:, :-1] / sums[:, -1:]).T
 
 
-def _interval(estimate: Tensor, drawn: Tensor, n: int, bundles: Tensor | None = None) -> Interval:
-    outside = (1 - LEVEL) / 2
-    low, high = torch.quantile(drawn, torch.tensor([outside, 1 - outside], dtype=drawn.dtype)).tolist()
-    count = None if bundles is None else int(bundles.max()) + 1
-    return Interval(estimate.item(), low, high, n, len(drawn), drawn_together=count)
+def _bundled(products: Tensor, together: Labels | None) -> Tensor | None:
+    """Sums over the items of each label, or None where that leaves nothing to draw from."""
+    if together is None:
+        return None
+    if len(together) != len(products):
+        raise ValueError(f"`together` is a label for each of the {len(products)} items, got {len(together)}")
+    numbers = {label: number for number, label in enumerate(dict.fromkeys(together))}
+    if len(numbers) < 2:
+        return None
+    index = torch.tensor([numbers[label] for label in together])
+    return products.new_zeros(len(numbers), products.shape[1]).index_add_(0, index, products)
 
 
 def _exponential(of: Interval) -> Interval:

@@ -43,6 +43,7 @@ def train(
     from focus_attn.training import loop
     from focus_attn.training.distributed import leave_processes, rank
     from focus_attn.training.recipe import Recipe
+    from focus_attn.zoo import find_adapter
 
     chosen = Recipe.from_yaml(recipe)
     chosen = dataclasses.replace(chosen, model=model or chosen.model, seed=chosen.seed if seed is None else seed)
@@ -53,6 +54,8 @@ def train(
         raise ValueError(f"{str(recipe)!r} names no text (`data: {{text: ...}}`): give --text FILE_OR_FOLDER")
     if json_file is not None and not json_file.parent.is_dir():
         raise ValueError(f"the folder of {str(json_file)!r} does not exist: create it or choose another place")
+    if chosen.adapter is not None:
+        find_adapter(chosen.adapter)  # before the model, which takes longer
     base, tokenizer = load_base(chosen)
     console = Console()
     try:
