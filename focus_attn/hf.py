@@ -69,6 +69,8 @@ def find_attention_modules(model: nn.Module) -> list[nn.Module]:
     causal = [module for module in able if getattr(module, "is_causal", True)]
     if not causal:
         raise ValueError(f"Focus is for causal LMs: {kind} is an encoder, its attention looks both ways")
+    if any(getattr(module, "indexer", None) is not None for module in causal):
+        raise ValueError(f"{kind} chooses by itself which keys a query sees (`indexer`): Focus would undo that")
     if len({module.layer_idx for module in causal}) != len(causal):
         raise ValueError(f"{kind} has several attention modules of one `layer_idx`, which Focus cannot tell apart")
     return sorted(causal, key=lambda module: module.layer_idx)  # type: ignore[arg-type,return-value]

@@ -61,6 +61,13 @@ def test_a_model_without_attention_is_refused():
     refuse(model, "no attention modules")
 
 
+def test_a_model_that_chooses_its_keys_itself_is_refused():
+    sizes = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}
+    config = tiny_config("deepseek_v32", first_k_dense_replace=2, **sizes, **experts)
+    refuse(AutoModelForCausalLM.from_config(config), "chooses by itself which keys")
+
+
 def test_cross_attention_is_refused():
     refuse(AutoModelForCausalLM.from_config(tiny_config("gpt2", add_cross_attention=True)), "cross-attention")
 
