@@ -32,7 +32,7 @@ from focus_attn.bench.record import write_json
 from focus_attn.evaluation.models import load_compared
 from focus_attn.evaluation.perplexity import block_perplexity
 from focus_attn.evaluation.requests import Requests
-from focus_attn.evaluation.retrieval import KINDS, SPREAD, retrieval
+from focus_attn.evaluation.retrieval import KINDS, retrieval
 from focus_attn.evaluation.scoring import Scorer
 from focus_attn.evaluation.tasks import evenly
 from focus_attn.router import Routing
@@ -42,6 +42,7 @@ from focus_attn.training.balance import routed_layers
 ALL = slice(None)
 TOGETHER = 6  # layers, and twice as many heads
 DEPTHS = (0.0, 0.25, 0.5, 0.75)  # of hidden facts; at 1 they lie inside the window
+ASKABLE = ("choice", "last_word", "exact_continuation", "found_strings")  # measures of tasks with right answers
 
 Loss = Callable[[FocusModel], float]
 Opened = Mapping[int, "list[int] | slice"]  # layers, and which of their heads see everything
@@ -88,9 +89,8 @@ def right_answers(model: FocusModel, asked: Requests, tokenizer: PreTrainedToken
 def of_task(requests: Requests, name: str, most: int) -> Requests:
     """Items of one task, spread over it, each with the right answer alone."""
     items = evenly([item for item in requests.items if item.task == name], most)
-    one = ("choice", "last_word", "exact_continuation", "found_strings")
-    if not items or requests.tasks[name].measure not in one:
-        tasks = ", ".join(repr(task) for task, of in requests.tasks.items() if of.measure in one)
+    if not items or requests.tasks[name].measure not in ASKABLE:
+        tasks = ", ".join(repr(task) for task, of in requests.tasks.items() if of.measure in ASKABLE)
         raise SystemExit(f"{name!r} is no task with a right answer to take the loss of; the file has {tasks}")
     right = [
         replace(item, continuations=[item.continuations[item.answer.get("gold", 0)]]) if item.continuations else item
@@ -167,20 +167,18 @@ def main() -> None:
     loaded = load_compared(options.model, [options.adapter], dtype, device)
     model, tokenizer = loaded.model, loaded.tokenizer
     asked: dict[str, Any] = {"adapter": Path(options.adapter).name}
-    if options.requests:
-        of = of_task(Requests.load(options.requests), options.task, options.items)
-        if of.items[0].kind == "generate":
-            of = right_answers(model, of, tokenizer)
-        asked |= {"task": options.task, "items": len(of.items)}
-        ask = answer_loss(of)
-    elif options.retrieval:
-        texts, lengths = read_text(options.text), [options.length]
-        hidden = retrieval(tokenizer, options.retrieval, texts, lengths, DEPTHS, options.items, options.seed)
-        if options.retrieval in SPREAD:
-            hidden = right_answers(model, hidden, tokenizer)
-        asked |= {"length": options.length, "retrieval": options.retrieval, "items": len(hidden.items)}
-        asked |= {"seed": options.seed}
-        ask = answer_loss(hidden)
+    if options.requests or options.retrieval:
+        if options.requests:
+            questions = of_task(Requests.load(options.requests), options.task, options.items)
+            asked |= {"task": options.task}
+        else:
+            texts, lengths = read_text(options.text), [options.length]
+            questions = retrieval(tokenizer, options.retrieval, texts, lengths, DEPTHS, options.items, options.seed)
+            asked |= {"length": options.length, "retrieval": options.retrieval, "seed": options.seed}
+        if questions.items[0].kind == "generate":
+            questions = right_answers(model, questions, tokenizer)
+        asked |= {"items": len(questions.items)}
+        ask = answer_loss(questions)
     else:
         begins = None if options.text.suffix == ".npy" else tokenizer
         ids = blocks(documents(options.text, tokenizer), options.length, options.blocks, begins)

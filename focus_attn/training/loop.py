@@ -147,8 +147,8 @@ def train(
         with _stop_on_signals(run):
             position = _run_stages(run, stages, position, found, tokenizer, callbacks)
         _end_with_mean(run, position)
-        if not stages and (found := _measured(run)):  # the start is all there is to say something of
-            run.say(found)
+        if not stages and (measured := _measured(run)):  # the start is all there is to say something of
+            run.say(measured)
     return _finish(run, position, time.monotonic() - began)
 
 
