@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -24,7 +25,7 @@ def print_rows(console: Console, requests: Requests, rows: Sequence[Row], base: 
         of_family = [row for row in rows if requests.tasks[row.task].family == family]
         if of_family:
             names = [row.task if row.metric in row.task else f"{row.task} {row.metric}" for row in of_family]
-            console.print(_table(title, names, of_family, base))
+            _print_comparison(console, title, names, of_family, base)
     for row in rows:
         if row.pairs_kept and row.is_ratio:
             shares = ", ".join(f"{model} {share:.1%}" for model, share in row.pairs_kept.items())
@@ -43,31 +44,42 @@ def print_rows(console: Console, requests: Requests, rows: Sequence[Row], base: 
 def print_positions(console: Console, rows: Sequence[Row], base: str) -> None:
     for task in dict.fromkeys(row.task for row in rows):
         of_task = [row for row in rows if row.task == task]
-        console.print(_table(f"{task}, by position", [row.metric for row in of_task], of_task, base))
+        _print_comparison(console, f"{task}, by position", [row.metric for row in of_task], of_task, base)
 
 
 def print_grids(console: Console, cells: Sequence[Cell], base: str) -> None:
     """Each grid with a colour for its recall, the models side by side, and what is kept of the base model's."""
     for task in dict.fromkeys(cell.task for cell in cells):
         of_task = [cell for cell in cells if cell.task == task]
-        lengths, models = list(dict.fromkeys(cell.length for cell in of_task)), list(of_task[0].recall)
-        table = Table(
-            title=f"{task}: recall, {of_task[0].n} items a cell",
-            title_justify="left",
-            header_style="bold",
-            box=SIMPLE_HEAD,
-        )
-        table.add_column("depth")
-        for model in models:
-            for length in lengths:
-                table.add_column(f"{model}\n{length:,}", justify="right")
-        for depth in dict.fromkeys(cell.depth for cell in of_task):
-            shown = [_shade(cell.recall[model]) for model in models for cell in of_task if cell.depth == depth]
-            table.add_row("all over" if depth is None else f"{depth:.0%}", *shown)
-        console.print(table)
-        for model in models:
-            if model != base:
-                console.print(f"{task}: {_kept(of_task, model, base)}")
+        adapters = [model for model in of_task[0].recall if model != base]
+        _print_fitting(console, partial(_grid, of_task, base), adapters)
+        for adapter in adapters:
+            console.print(f"{task}: {_kept(of_task, adapter, base)}")
+
+
+def _grid(cells: Sequence[Cell], base: str, adapters: Sequence[str]) -> Table:
+    models = [base, *adapters]
+    title = f"{cells[0].task}: recall, {cells[0].n} items a cell"
+    table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD)
+    table.add_column("depth")
+    for model in models:
+        for length in dict.fromkeys(cell.length for cell in cells):
+            table.add_column(f"{model}\n{length:,}", justify="right")
+    for depth in dict.fromkeys(cell.depth for cell in cells):
+        shown = [_shade(cell.recall[model]) for model in models for cell in cells if cell.depth == depth]
+        table.add_row("all over" if depth is None else f"{depth:.0%}", *shown)
+    return table
+
+
+def _print_fitting(console: Console, make: Callable[[Sequence[str]], Table], adapters: Sequence[str]) -> None:
+    """One table for all adapters, or one for each where it would not fit."""
+    whole = make(adapters)
+    unbound = console.options.update(width=1 << 20)
+    if len(adapters) < 2 or console.measure(whole, options=unbound).maximum <= console.width:
+        console.print(whole)
+        return
+    for adapter in adapters:
+        console.print(make([adapter]))
 
 
 def _kept(cells: Sequence[Cell], model: str, base: str) -> str:
@@ -79,15 +91,19 @@ def _kept(cells: Sequence[Cell], model: str, base: str) -> str:
     return f"{model} has {share} of the base model's recall {where}."
 
 
-def _table(title: str, names: Sequence[str], rows: Sequence[Row], base: str) -> Table:
+def _print_comparison(console: Console, title: str, names: Sequence[str], rows: Sequence[Row], base: str) -> None:
+    adapters = [model for model in rows[0].models if model != base]
+    _print_fitting(console, partial(_table, title, names, rows, base), adapters)
+
+
+def _table(title: str, names: Sequence[str], rows: Sequence[Row], base: str, adapters: Sequence[str]) -> Table:
     table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
     table.add_column("n", justify="right")
-    models = list(rows[0].models)
-    others = [model for model in models if model != base]
+    models = [base, *adapters]
     for model in models:
         table.add_column(model, justify="right")
-    for model in others:
+    for model in adapters:
         table.add_column(f"{model} {'over' if rows[0].is_ratio else '-'} {base}", justify="right")
         table.add_column("")
     guessing = any(row.chance for row in rows)
@@ -95,7 +111,7 @@ def _table(title: str, names: Sequence[str], rows: Sequence[Row], base: str) -> 
         table.add_column("chance", justify="right")
     for name, row in zip(names, rows, strict=True):
         cells = [name, f"{row.n:,}", *(_estimate(row, row.models[model]) for model in models)]
-        for model in others:
+        for model in adapters:
             cells += [_against(row, row.against_base[model]), SHORT.get(row.verdict(model), row.verdict(model))]
         if guessing:
             cells.append("" if row.chance is None else f"{row.chance:.1%}")

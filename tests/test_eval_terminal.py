@@ -1,0 +1,47 @@
+"""Tables of an evaluation on terminals of any width."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from focus_attn.evaluation.bootstrap import Interval
+from focus_attn.evaluation.summary import Cell, Row
+from focus_attn.evaluation.terminal import print_grids, print_positions
+
+ADAPTERS = ["first", "second", "third", "fourth"]
+
+
+def printed(width: int, print_on) -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=False)
+    print_on(console)
+    return console.file.getvalue()
+
+
+def rows() -> list[Row]:
+    value = {
+        model: Interval(20.0 + number, 19.0, 21.0, 8, 1000, 0.95) for number, model in enumerate(["base", *ADAPTERS])
+    }
+    ratios = {adapter: Interval(1.01, 1.0, 1.02, 8, 1000, 0.95) for adapter in ADAPTERS}
+    return [Row("text", "1-128", 8, value, ratios, True, None, None, {})]
+
+
+def cells() -> list[Cell]:
+    found = {model: [1.0, 0.5] for model in ["base", *ADAPTERS]}
+    return [Cell("needle", length, depth, found) for length in (1024, 2048) for depth in (0.0, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("print_on", "title"),
+    [
+        (lambda console: print_positions(console, rows(), "base"), "by position"),
+        (lambda console: print_grids(console, cells(), "base"), "items a cell"),
+    ],
+    ids=["rows", "grids"],
+)
+def test_adapters_share_a_table_only_where_it_fits(print_on, title):
+    wide, narrow = printed(240, print_on), printed(80, print_on)
+    assert wide.count(title) == 1
+    assert narrow.count(title) == len(ADAPTERS)
+    for text in (wide, narrow):
+        assert "…" not in text and all(name in text for name in ["base", *ADAPTERS])
