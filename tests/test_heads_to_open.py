@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import tiny_model
 
 from focus_attn import FocusConfig, get_focus_model
 from focus_attn.zoo import tiny_random_model
@@ -16,9 +17,9 @@ HIDDEN = torch.randn(1, 70, 32, generator=torch.Generator().manual_seed(1))
 CONFIG = {"num_groups": 4, "window": 8, "num_sinks": 1, "router_dim": 8}
 
 
-def opening(**changes) -> heads_to_open.Opening:
-    model = get_focus_model(tiny_random_model()[0], FocusConfig(**CONFIG, **changes))
-    return heads_to_open.Opening(model.eval().requires_grad_(False))
+def opening(model=None, **changes) -> heads_to_open.Opening:
+    focused = get_focus_model(model or tiny_random_model()[0], FocusConfig(**{**CONFIG, **changes}))
+    return heads_to_open.Opening(focused.eval().requires_grad_(False))
 
 
 def questions(count: int = 3) -> list[heads_to_open.Question]:
@@ -32,20 +33,23 @@ def answer_loss(model, question) -> float:
     return torch.nn.functional.cross_entropy(logits, question.ids[-question.answer :], reduction="sum").item()
 
 
-def test_the_path_leads_from_the_adapter_to_full_attention():
-    path = opening(dense_layers=(1,))
+@pytest.mark.parametrize("architecture", ["llama", "gpt_oss", "gemma2"])
+def test_the_path_leads_from_the_adapter_to_full_attention(architecture):
+    path = opening(tiny_model(architecture), dense_layers=(-1,))
     for question in questions():
-        assert path.mean_loss([question], path.at(0.0)) == pytest.approx(answer_loss(path.model, question), abs=1e-4)
+        assert path.mean_loss([question], path.all_at(0.0)) == pytest.approx(
+            answer_loss(path.model, question), abs=1e-4
+        )
         with path.model.disable_focus():
             full = answer_loss(path.model, question)
-        assert path.mean_loss([question], path.at(1.0)) == pytest.approx(full, abs=1e-4)
+        assert path.mean_loss([question], path.all_at(1.0)) == pytest.approx(full, abs=1e-4)
 
 
 def test_what_heads_give_back_adds_up_to_the_gap():
     path = opening()
     # A token that changes its groups on the way is a step in the loss, which no gradient sees: it must not here.
     path.layers = {at: lambda _, layer=layer: layer(HIDDEN) for at, layer in path.layers.items()}
-    gap = path.mean_loss(questions(), path.at(0.0)) - path.mean_loss(questions(), path.at(1.0))
+    gap = path.mean_loss(questions(), path.all_at(0.0)) - path.mean_loss(questions(), path.all_at(1.0))
     assert abs(gap) > 1e-3  # otherwise the next line says nothing
     assert path.gives_back(questions(), steps=40).sum().item() == pytest.approx(gap, rel=0.02)
 
@@ -56,15 +60,38 @@ def test_dense_heads_have_nothing_to_give():
     assert each[0, 0] == 0 and each[0, 1] != 0
 
 
-def test_heads_that_give_back_most_are_named_and_checked_on_other_items(capsys):
-    path = opening()
-    found = heads_to_open.find(path, {"facts": questions(4)}, 2)
-    task = found["tasks"]["facts"]
-    assert task["items"] == 2
-    gap = task["adapter_loss"] - task["open_loss"]
-    each = torch.tensor(task["heads"]) / gap
-    expected = heads_to_open.best(each, 2) if gap > heads_to_open.LEAST_GAP else []
-    assert found["open"] == expected
-    other = questions(4)[1::2]
-    assert task["other_items"]["with_heads_open"] == pytest.approx(path.mean_loss(other, path.opening(expected)))
-    assert "facts, other items" in capsys.readouterr().out
+class Bending(heads_to_open.Opening):
+    """A path whose losses are known: two heads matter to the first question, one to the second, none to the last."""
+
+    WORTH = ({(0, 1): 1.0, (1, 0): 3.0}, {(1, 1): 0.3}, {})
+
+    def loss(self, question, opened):
+        worth = self.WORTH[question.answer]
+        return 5.0 - sum((value * opened[head] for head, value in worth.items()), torch.zeros(()))
+
+
+def bending() -> Bending:
+    model = get_focus_model(tiny_random_model()[0], FocusConfig(**CONFIG))
+    return Bending(model)
+
+
+def test_every_gap_counts_alike_and_other_items_check(capsys):
+    asked = {name: [heads_to_open.Question(HIDDEN, number)] * 3 for number, name in enumerate(["both", "one", "none"])}
+    found = heads_to_open.find(bending(), asked, 2)
+    # Of its gap the one head gives back all, the larger of the two three quarters.
+    assert found["heads"] == [(1, 1), (1, 0)]
+    both = found["tasks"]["both"]
+    assert both["items"] == 2 and torch.tensor(both["heads"])[1, 0].item() == pytest.approx(3.0)
+    assert both["others"] == {"items": 1, "adapter_loss": 5.0, "full_loss": 1.0, "loss_with_heads_open": 2.0}
+    assert "heads" not in found["tasks"]["none"]
+    said = capsys.readouterr().out
+    assert "none: nothing is lost there" in said and "over all of them: 1.1, 1.0" in said
+    with pytest.raises(SystemExit, match="no head gives anything back"):
+        heads_to_open.find(bending(), {"none": asked["none"]}, 2)
+
+
+def test_what_it_cannot_open_it_refuses():
+    with pytest.raises(SystemExit, match="no router for each KV head"):
+        opening(router_scope="layer")
+    with pytest.raises(SystemExit, match="layers that slide"):
+        opening(tiny_model("gemma2"), sliding_layers="intersect", window=2)

@@ -78,7 +78,7 @@ def restore_merges(tokenizer: Any) -> None:
 
     backend = tokenizer.backend_tokenizer
     if isinstance(backend.model, Unigram):
-        pieces = backend.get_vocab(with_added_tokens=False)
-        ids = dict(sorted(pieces.items(), key=lambda pair: pair[1]))
-        merges = generate_merges(ids, None)
-        backend.model = BPE(ids, merges, unk_token=str(tokenizer.unk_token), fuse_unk=True, byte_fallback=True)
+        ids = backend.get_vocab(with_added_tokens=False)
+        backend.model = BPE(
+            ids, generate_merges(ids, None), unk_token=str(tokenizer.unk_token), fuse_unk=True, byte_fallback=True
+        )
