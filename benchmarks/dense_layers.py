@@ -69,9 +69,12 @@ def answer_loss(asked: Requests) -> Loss:
 @torch.no_grad()
 def right_answers(model: FocusModel, asked: Requests, tokenizer: PreTrainedTokenizerBase) -> Requests:
     """Items whose answers are generated, as those with one answer: what the model writes without Focus, up to the last
-    string that was asked for. Those where it finds fewer than two are left out: there is nothing to lose."""
+    string that was asked for. Those where it finds fewer than two are left out: there is nothing to lose. Items with
+    an answer stay as they are."""
     scorer = Scorer(model, asked, tokenizer)
     scorer.check()
+    if asked.items[0].kind != "generate":
+        return asked
     with model.disable_focus():
         written = dict(pair for batch in scorer.run(asked.items) for pair in batch)
     items = []
@@ -175,8 +178,7 @@ def main() -> None:
             texts, lengths = read_text(options.text), [options.length]
             questions = retrieval(tokenizer, options.retrieval, texts, lengths, DEPTHS, options.items, options.seed)
             asked |= {"length": options.length, "retrieval": options.retrieval, "seed": options.seed}
-        if questions.items[0].kind == "generate":
-            questions = right_answers(model, questions, tokenizer)
+        questions = right_answers(model, questions, tokenizer)
         asked |= {"items": len(questions.items)}
         ask = answer_loss(questions)
     else:

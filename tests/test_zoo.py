@@ -54,6 +54,13 @@ def test_damaged_copy_is_made_anew(tmp_path, source, damage):
     assert (folder / "model.safetensors").read_bytes() == b"weightsweights"
 
 
+def test_copy_of_an_older_conversion_is_made_anew(tmp_path, source):
+    convert = Converter()
+    for version in (1, 2, 2):
+        zoo.ensure_converted(source, tmp_path / "copy", convert, "a wheel", version)
+    assert convert.calls == 2
+
+
 def test_copy_of_another_file_is_made_anew(tmp_path, source):
     convert = Converter()
     zoo.ensure_converted(source, tmp_path / "copy", convert)

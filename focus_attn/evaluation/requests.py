@@ -142,6 +142,10 @@ class Requests:
         written = max((len(tokens) for tokens in item.continuations), default=item.options.get("max_new_tokens", 0))
         return len(self.prefixes[item.prefix] if item.prefix else ()) + len(item.context) + written
 
+    def whole_context(self, item: Item) -> Sequence[int]:
+        """The tokens before its continuations, the prefix included."""
+        return (*self.prefixes[item.prefix], *item.context) if item.prefix else item.context
+
 
 def merge(parts: Sequence[Requests], settings: Mapping[str, Any]) -> Requests:
     """One file's worth of requests from several; the names of their tasks and prefixes must differ."""

@@ -180,12 +180,9 @@ class Scorer:
         ids = torch.tensor([self.requests.prefixes[name]], device=self.device)
         return self.lm.get_decoder()(input_ids=ids, use_cache=True).past_key_values
 
-    def _whole_context(self, item: Item) -> Sequence[int]:
-        return (*self.requests.prefixes[item.prefix], *item.context) if item.prefix else item.context
-
     def _likelihoods(self, items: list[Item], cache: Any) -> Scored:
         """Sum of log p and whether every token is the likeliest, for each continuation."""
-        starts = [item.context if cache is not None else self._whole_context(item) for item in items]
+        starts = [item.context if cache is not None else self.requests.whole_context(item) for item in items]
         rows = [(*start, *n) for start, item in zip(starts, items, strict=True) for n in item.continuations]
         lengths = [len(tokens) for item in items for tokens in item.continuations]
         cached = 0 if cache is None else cache.get_seq_length()
@@ -229,7 +226,7 @@ class Scorer:
     def _texts(self, items: list[Item], cache: Any) -> Scored:
         """Greedy continuations up to a stop string. Padded on the left, with a mask, as `generate` wants it."""
         assert self.tokenizer is not None
-        rows = [self._whole_context(item) for item in items]
+        rows = [self.requests.whole_context(item) for item in items]
         width = max(map(len, rows))
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.tokenizer.eos_token_id
         ids = torch.tensor([[pad or 0] * (width - len(row)) + list(row) for row in rows], device=self.device)
