@@ -28,6 +28,7 @@ from focus_attn.baselines.routing_transformer import RoutingTransformer
 from focus_attn.baselines.window import Window
 from focus_attn.baselines.window_sinks import WindowSinks
 from focus_attn.evaluation import block_perplexity
+from focus_attn.hf import Seam
 
 pytestmark = pytest.mark.filterwarnings("ignore:this input of", "ignore:Focus has not been tested")
 MEETS = sorted(set(BASELINES) - {"full", "linformer"})  # those with a knob
@@ -164,6 +165,19 @@ def test_sliding_layers_are_left_alone_and_counted_as_focus_counts_them():
         assert layer.pairs_kept == pytest.approx(counted.pairs_kept)
     sliding = [layer for layer in ledger.per_layer if layer.multiply_adds == layer.dense_multiply_adds]
     assert [layer.layer_idx for layer in sliding] == [0, 2]
+
+
+def test_sliding_layers_are_left_alone_where_a_sequence_fits_into_their_window():
+    """As Focus leaves them, and a method that was fitted on longer text has nothing for them."""
+    model = tiny_model("gemma3_text")
+    slides = [spec.layer_idx for spec in Seam(model).specs if spec.sliding_window is not None]
+    method = make_baseline("routing_transformer", num_clusters=2, window=2)
+    method.fit(model, tokens(2, 96))
+    short = tokens(1, 6)
+    with use_baseline(model, method) as ledger:
+        logits(model, short)
+    kept = {layer.layer_idx: layer.pairs_kept for layer in ledger.per_layer}
+    assert slides and all((kept[layer] == 1.0) == (layer in slides) for layer in kept)
 
 
 def test_window_and_sinks_in_both_seams_and_in_perplexity():

@@ -5,7 +5,8 @@
     print(answer.ppl, ledger.share, ledger.pairs_kept)
 
 A method sees whole sequences without padding: padded and packed batches are taken apart here. Layers that slide are
-left as they are. Decoding on a cache is refused: several peers are defined for prefill alone.
+left as they are, also where a sequence fits into their window. Decoding on a cache is refused: several peers are
+defined for prefill alone.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class _Layer:
 
     def attend(self, call: LayerCall, sliding_window: int | None) -> Tensor:
         shape, rows = call.shape, call.q.shape[0]
-        if sliding_window is None or sliding_window >= shape.length:
+        if sliding_window is None:
             out, cost = self.baseline.attend(call)
             dense: float = rows * shape.dense_multiply_adds
         else:

@@ -66,8 +66,8 @@ def _own_pairs(model: nn.Module, length: int) -> float:
     return sum(shares) / len(shares)
 
 
-def _full_layers_share(ledger: Ledger, model: nn.Module, length: int) -> float:
-    slides = {spec.layer_idx for spec in _specs(model) if spec.sliding_window and spec.sliding_window < length}
+def _full_layers_share(ledger: Ledger, model: nn.Module) -> float:
+    slides = {spec.layer_idx for spec in _specs(model) if spec.sliding_window is not None}
     # Where all slide, a budget can only mean all of them.
     full = [layer for layer in ledger.per_layer if layer.layer_idx not in slides] or ledger.per_layer
     return sum(layer.multiply_adds for layer in full) / sum(layer.dense_multiply_adds for layer in full)
@@ -78,5 +78,5 @@ def _specs(model: nn.Module) -> list[LayerSpec]:
 
 
 def _figures(answer: Perplexity, ledger: Ledger, model: nn.Module, **more: Any) -> Figures:
-    full = _full_layers_share(ledger, model, answer.length)
+    full = _full_layers_share(ledger, model)
     return Figures(answer.ppl, answer.block_losses, answer.tokens, ledger.pairs_kept, ledger.share, full, **more)
