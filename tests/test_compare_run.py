@@ -208,7 +208,7 @@ def test_it_stops_in_the_middle_of_a_cell(tmp_path, monkeypatch):
         (tmp_path / folder).mkdir()
         stopped = run(short, settings(tmp_path / folder, seconds=1000.0, progress=progress))
         assert len(read_cells(tmp_path / folder / FILE)) == len(stopped.cells) == 1
-        assert "the same command goes on" in stopped.stopped
+        assert stopped.stopped == "stopped after the 1000 s given: the same command goes on"
         assert set(done) == blocks
 
 
@@ -235,7 +235,7 @@ def test_training_that_is_stopped_goes_on(tmp_path, monkeypatch):
         patch.setattr(loop, "train", lambda *args, **options: TRAIN(*args, **{**options, "time_limit": 1e-9}))
         stopped = run(short, settings(tmp_path, seconds=1000.0))
     assert [cell["row"] for cell in stopped.cells] == ["full attention"] * 2
-    assert stopped.stopped
+    assert stopped.stopped == "stopped by a signal in the middle of a training: the same command goes on"
     lines = []
     whole = run(short, settings(tmp_path, log=lines.append))
     assert len(whole.cells) == 4

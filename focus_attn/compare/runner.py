@@ -80,7 +80,9 @@ def run(comparison: Comparison, settings: Settings) -> Outcome:
             rows = ", ".join(too_large)
             outcome.stopped = f"out of memory: {rows}. The same command tries them again; `micro_batch` lowers it"
     except OutOfTimeError:
-        outcome.stopped = f"stopped after the {settings.seconds:.0f} s given: the same command goes on"
+        late = time.monotonic() > deadline
+        when = f"after the {settings.seconds:.0f} s given" if late else "by a signal in the middle of a training"
+        outcome.stopped = f"stopped {when}: the same command goes on"
     return outcome
 
 
