@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,26 +67,41 @@ def answer_loss(asked: Requests) -> Loss:
 
 
 @torch.no_grad()
-def right_answers(model: FocusModel, asked: Requests, tokenizer: PreTrainedTokenizerBase) -> Requests:
+def right_answers(
+    model: FocusModel, asked: Requests, tokenizer: PreTrainedTokenizerBase, true: bool = False
+) -> Requests:
     """Items whose answers are generated, as those with one answer: what the model writes without Focus, up to the last
     string that was asked for. Those where it finds fewer than two are left out: there is nothing to lose. Items with
-    an answer stay as they are."""
+    an answer stay as they are.
+
+    true: the answer is the strings themselves, one after the other. Where the model seldom finds them they are still
+    more or less likely.
+    """
     scorer = Scorer(model, asked, tokenizer)
     scorer.check()
     if asked.items[0].kind != "generate":
         return asked
-    with model.disable_focus():
-        written = dict(pair for batch in scorer.run(asked.items) for pair in batch)
+    if true:
+        answers = {item.key: ", ".join(item.answer["strings"]) for item in asked.items}
+    else:
+        with model.disable_focus():
+            written = {key: score["text"].lstrip() for batch in scorer.run(asked.items) for key, score in batch}
+        answers = {item.key: _up_to_the_last(item.answer["strings"], written[item.key]) for item in asked.items}
     items = []
     for item in asked.items:
-        text = " " + written[item.key]["text"].lstrip()  # some tokenizers drop it where a text begins
-        ends = [at + len(one) for one in item.answer["strings"] if (at := text.find(one)) >= 0]
-        if len(ends) > 1:
-            answer = tokenizer.encode(text[: max(ends)], add_special_tokens=False)
-            items.append(replace(item, kind="loglikelihood", continuations=[answer], options={}))
+        if answer := answers[item.key]:
+            # The space: some tokenizers drop it from what is written, where a text begins.
+            ids = tokenizer.encode(" " + answer, add_special_tokens=False)
+            items.append(replace(item, kind="loglikelihood", continuations=[ids], options={}))
     if not items:
         raise SystemExit("the base model finds nothing to compare with: ask for more --items, or for shorter texts")
     return Requests(asked.tasks, items, asked.prefixes)
+
+
+def _up_to_the_last(strings: Sequence[str], text: str) -> str:
+    """Nothing where fewer than two of them are in it."""
+    ends = [at + len(one) for one in strings if (at := text.find(one)) >= 0]
+    return text[: max(ends)] if len(ends) > 1 else ""
 
 
 def of_task(requests: Requests, name: str, most: int) -> Requests:

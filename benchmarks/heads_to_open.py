@@ -7,7 +7,8 @@ Between an adapter and full attention lies a path along which the pairs that gro
 head at once. The loss falls along it, and the gradient by each head's own share of opening says who brought it about:
 integrated gradients, which add up to the whole gap but for tokens that change their groups on the way. One backward
 pass a step answers for all heads, where `dense_layers.py` asks them one at a time. The loss is that of right answers,
-as there; half of the items find the heads, the other half say what opening them gives back, nothing trained.
+as there (or with `--true` of the hidden facts themselves, where the base model seldom finds them); half of the items
+find the heads, the other half say what opening them gives back, nothing trained.
 It is a choice that comes of this, `dense_heads` of a recipe, so ask what the adapter is not judged by. It needs some
 six times heads x tokens x tokens x 4 bytes: 4 GB for 9 heads at 4,096 tokens.
 """
@@ -182,6 +183,7 @@ def main() -> None:
     parser.add_argument("--requests", type=Path, required=True, help="a file of `focus eval --write-requests`")
     parser.add_argument("--task", action="append", required=True, help="of the file; repeat it")
     parser.add_argument("--items", type=int, default=24, help="of each task; every other one checks what was found")
+    parser.add_argument("--true", action="store_true", help="ask for the hidden facts, though the base model miss them")
     parser.add_argument("--count", type=int, default=5, help="heads to name")
     parser.add_argument("--device")
     parser.add_argument("--json", type=Path, required=True)
@@ -193,7 +195,7 @@ def main() -> None:
     requests = Requests.load(options.requests)
     asked = {}
     for task in dict.fromkeys(options.task):
-        of = right_answers(model, of_task(requests, task, options.items), loaded.tokenizer)
+        of = right_answers(model, of_task(requests, task, options.items), loaded.tokenizer, options.true)
         if len(of.items) < 2:
             raise SystemExit(f"{task!r} has one item to ask, and it takes two, to find heads by and to check them")
         asked[task] = questions_of(of, device)

@@ -71,6 +71,20 @@ def test_what_the_base_model_writes_is_asked_behind_its_prefix():
         dense_layers.right_answers(model, asked(["nowhere", "to be found"]), tokenizer)
 
 
+def test_hidden_facts_themselves_are_asked():
+    base, tokenizer = tiny_random_model()
+    model = get_focus_model(base, FocusConfig(num_groups=4, window=8, num_sinks=1, router_dim=8)).eval()
+    whole = requests()
+    tasks = {**whole.tasks, "spread": Task("spread", "found_strings", "retrieval", {})}
+    item = Item("spread", "0", "generate", whole.items[0].context, (), "p", {"strings": ["ab", "cd"]}, {"until": []})
+    asked = Requests(tasks, [item], whole.prefixes)
+    (found,) = dense_layers.right_answers(model, asked, tokenizer, true=True).items
+    assert found.kind == "loglikelihood" and found.context == item.context and not found.options
+    assert tokenizer.decode(found.continuations[0]) == " ab, cd"
+    choice = dense_layers.of_task(whole, "choice", 3)
+    assert dense_layers.right_answers(model, choice, tokenizer, true=True) is choice
+
+
 @pytest.mark.parametrize(
     "arguments", [[], ["--requests", "a"], ["--requests", "a", "--task", "b", "--retrieval", "needle"]], ids=str
 )
