@@ -52,8 +52,8 @@ def append_group_ids(cache: Cache, tags: dict[int, IdsTag], layer_idx: int, num_
     tag = tags[layer_idx]
     if not cache.layers or _tag(cache.layers[-1]) is None:
         _add_id_layers(cache, tags, num_layers)
-    layer: Any = cache.layers[max(0, len(cache.layers) - len(tags)) + tag.ordinal]
-    if _tag(layer) != tag:
+    layer: Any = _layer_of(cache, tag, len(tags))
+    if layer is None:
         raise ValueError(FOREIGN_CACHE.format(by=BY_OTHERS, adapter=tag.adapter))
     _check_in_step(cache.layers[layer_idx], layer, tag)
     past_and_new, _ = layer.update(ids, ids[..., :0])
@@ -65,17 +65,30 @@ def _tag(layer: Any) -> IdsTag | None:
     return getattr(layer, "focus_tag", None)
 
 
+def _layer_of(cache: Cache, tag: IdsTag, of: int) -> Any:
+    """Usually they are the last, in order. A model that drafts with its first layers alone has fewer of them."""
+    usual = cache.layers[max(0, len(cache.layers) - of) + tag.ordinal :][:1]
+    return next((layer for layer in (*usual, *cache.layers) if _tag(layer) == tag), None)
+
+
 def _add_id_layers(cache: Cache, tags: dict[int, IdsTag], num_layers: int) -> None:
+    if hasattr(cache, "linear_cache"):
+        raise ValueError(
+            f"{type(cache).__name__} counts its linear layers by all layers there are, and has no room for group ids: "
+            "pass `use_cache=False`, or leave this model dense"
+        )
     if cache.layer_class_to_replicate is not None:
         # A lazy cache appends a layer when one is first used: make them all, for ours stand behind them.
         while len(cache.layers) < num_layers:
             cache.layers.append(cache.layer_class_to_replicate())
-    for tag in tags.values():
+    # A cache for the first layers alone is one that the model drafts with (`assistant_early_exit`).
+    those = [tag for tag in tags.values() if tag.layer_idx < len(cache.layers)]
+    for tag in those:
         base: Any = cache.layers[tag.layer_idx]
         if base.is_initialized and bool(base.get_seq_length() > 0):
             raise ValueError(FOREIGN_CACHE.format(by="without Focus", adapter=tag.adapter))
     after_last = _first_offloaded(cache).prefetch if getattr(cache, "offloading", False) else None
-    for tag in tags.values():
+    for tag in those:
         layer: Any = _layer_like(cache.layers[tag.layer_idx])
         layer.focus_tag = tag
         if after_last is not None:

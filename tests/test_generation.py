@@ -34,6 +34,7 @@ def generate(model, ids, **kwargs):
         pytest.param({"num_beams": 2, "do_sample": True, "num_return_sequences": 2}, id="beam-sampling"),
         pytest.param({"cache_implementation": "static"}, id="static"),
         pytest.param({"prefill_chunk_size": 7}, id="chunked-prefill"),
+        pytest.param({"prefill_chunk_size": 7, "cache_implementation": "static"}, id="chunked-prefill-static"),
         pytest.param({"prompt_lookup_num_tokens": 3}, id="prompt-lookup"),
     ],
 )
@@ -60,6 +61,14 @@ def test_assisted_generation(architecture):
         for parameter in assistant.parameters():
             parameter.add_(0.01 * torch.randn_like(parameter))
     assert torch.equal(generate(model, ids, assistant_model=assistant), generate(model, ids))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "deepseek_v3"])  # others cannot without Focus either
+def test_a_model_drafts_with_its_first_layers(architecture):
+    model, ids = focus(architecture), tokens(batch=1, length=24)
+    expected = generate(model, ids)
+    assert torch.equal(generate(model, ids, assistant_early_exit=1), expected)
+    assert torch.equal(generate(model, ids), expected)
 
 
 @models
@@ -266,3 +275,10 @@ def cached_cache(model, ids):
     cache = DynamicCache(config=model.config)
     cached(model, ids, cache)
     return cache
+
+
+def test_a_cache_that_counts_linear_layers_by_its_length_is_refused():
+    cache = DynamicCache()
+    cache.linear_cache = []  # as MiniMax's
+    with pytest.raises(ValueError, match=r"no room for group ids.*use_cache=False"):
+        focus()(tokens(), past_key_values=cache)
