@@ -22,10 +22,12 @@ def put_on(module: Any) -> None:
 
 def take_off(module: Any) -> None:
     name, own = _forward_name(module), module.__dict__.pop("focus_own_forward")
-    if own is None:
-        delattr(module, name)
-    else:
+    if own is not None:
         setattr(module, name, own)
+    elif name == "forward":
+        delattr(module, name)
+    else:  # accelerate came after Focus and took ours for the true one
+        setattr(module, name, partial(type(module).forward, module))
 
 
 def _forward_name(module: Any) -> str:
@@ -43,13 +45,15 @@ def _forward(
     layer_past: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """FalconAttention.forward with the attention itself looked up, and with one copy of each KV head in the cache."""
-    query, key, value = self._split_heads(self.query_key_value(hidden_states))  # each [B, T, heads, D]
-    repeats = key.shape[2] // self.num_kv_heads  # the new architecture spreads its KV heads over the query heads
-    query, key, value = (x.transpose(1, 2) for x in (query, key[:, :, ::repeats], value[:, :, ::repeats]))
+    """FalconAttention.forward with the attention itself looked up; the cache holds what Falcon's own would."""
+    split = self._split_heads(self.query_key_value(hidden_states))  # each [B, T, heads, D]
+    query, key, value = (x.transpose(1, 2) for x in split)
     query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
     if layer_past is not None:
         key, value = layer_past.update(key, value, self.layer_idx)
+    repeats = key.shape[1] // self.num_kv_heads  # the new architecture spreads its KV heads over the query heads
     attend = ALL_ATTENTION_FUNCTIONS["focus"]
-    out, _ = attend(self, query, key, value, attention_mask, focus_routing=kwargs["focus_routing"])
+    out, _ = attend(
+        self, query, key[:, ::repeats], value[:, ::repeats], attention_mask, focus_routing=kwargs["focus_routing"]
+    )
     return self.dense(out.flatten(2)), None
