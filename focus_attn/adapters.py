@@ -104,13 +104,26 @@ def read_adapter(source: str | os.PathLike[str], **hub_options: Any) -> Adapter:
     return Adapter(config, base, tensors)
 
 
+def is_hub_name(name: str) -> bool:
+    """Whether it could be `owner/name` on the Hub: one slash, and no path by its beginning."""
+    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith("/")
+
+
+def find_on_hub(name: str) -> Path:
+    """The folder where an adapter's files are, once both came from the Hub. What does not come is a ValueError."""
+    config, _ = (_locate(name, file, {}) for file in (CONFIG_FILE, WEIGHTS_FILE))
+    return config.parent
+
+
 def _locate(source: str | os.PathLike[str], name: str, hub_options: dict[str, Any]) -> Path:
+    if not isinstance(source, (str, os.PathLike)):
+        raise TypeError(f"an adapter comes from a folder or from the Hub, by its name; got {type(source).__name__}")
     folder = Path(source)
     if folder.is_dir():
         if not (folder / name).is_file():
             raise ValueError(f"{str(folder)!r} holds no Focus adapter: {name} is missing")
         return folder / name
-    if folder.exists() or str(source).startswith((".", "/", "~")) or str(source).count("/") != 1:
+    if folder.exists() or not is_hub_name(str(source)):
         raise ValueError(f"no adapter folder at {str(source)!r}, and it is no `owner/name` on the Hugging Face Hub")
     from huggingface_hub import hf_hub_download
 
@@ -167,7 +180,8 @@ def check_fits(adapter: Adapter, base: BaseModel, specs: list[LayerSpec]) -> Non
         theirs, ours = getattr(adapter.base, field), getattr(base, field)
         if theirs != ours:
             raise ValueError(
-                f"this adapter was made for {adapter.base.name!r} with `{field}` {theirs!r}; the model has {ours!r}"
+                f"this adapter was made for {adapter.base.name or 'a model'} with `{field}` {theirs!r}; "
+                f"this one has {ours!r}"
             )
     check_layers(adapter.config, specs, base.num_layers)
     expected = _expected_shapes(adapter.config, specs, base.num_layers)

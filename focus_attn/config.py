@@ -172,14 +172,14 @@ _LOWEST = {
 
 
 def _check_int(name: str, value: Any, lowest: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if type(value) is not int:
         raise TypeError(f"`{name}` must be an integer, got {value!r}")
     if value < lowest:
         raise ValueError(f"`{name}` must be at least {lowest}, got {value}")
 
 
 def _read_heads(value: Any) -> tuple[tuple[int, int], ...]:
-    usage = "`dense_heads` must be pairs of a layer and one of its KV heads such as ((18, 2),)"
+    usage = "`dense_heads` must be pairs of a layer and one of its KV heads such as [[18, 2]]"
     pairs = value if isinstance(value, (tuple, list)) else (value,)
     for pair in pairs:
         integers = isinstance(pair, (tuple, list)) and len(pair) == 2 and all(type(i) is int for i in pair)

@@ -6,6 +6,7 @@ keyword. Nothing is left on the module between the two, so gradient checkpointin
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 import weakref
@@ -80,8 +81,8 @@ def warn_if_untested(model: nn.Module) -> None:
     model_type = text_config(model).model_type
     if model_type not in TESTED_MODEL_TYPES:
         warnings.warn(
-            f"Focus has not been tested on {type(model).__name__} (type {model_type!r}): with a window as long "
-            "as your input, its logits must be those inside `disable_focus()`",
+            f"Focus has not been tested on {type(model).__name__} (type {model_type!r}): check it as docs/using.md "
+            "does. With every token in one group its logits must be those inside `disable_focus()`",
             UserWarning,
             stacklevel=4,
         )
@@ -105,10 +106,22 @@ def uses_alibi(config: PreTrainedConfig) -> bool:
 
 
 def uses_attention_interface(attention_class: type) -> bool:
-    """Whether the class looks its attention function up by name. The source is the only place that says so."""
+    """Whether the class looks its attention function up by name."""
+    return _source_mentions(attention_class, "ALL_ATTENTION_FUNCTIONS")
+
+
+def _reads(attention_class: type, name: str) -> bool:
+    """Whether the model's files make anything of a field of its config, which may hold more than that."""
+    return _source_mentions(attention_class, name, whole_file=True)
+
+
+@functools.cache
+def _source_mentions(attention_class: type, name: str, whole_file: bool = False) -> bool:
+    """The source is the only place that says so."""
+    classes: list[Any] = [cls for cls in attention_class.__mro__ if issubclass(cls, nn.Module)]
     try:
-        sources = (inspect.getsource(cls) for cls in attention_class.__mro__ if issubclass(cls, nn.Module))
-        return any("ALL_ATTENTION_FUNCTIONS" in source for source in sources)
+        sources: list[Any] = [inspect.getmodule(cls) if whole_file else cls for cls in classes]
+        return any(name in inspect.getsource(source) for source in sources)
     except (OSError, TypeError):
         return False
 
@@ -120,14 +133,17 @@ def layer_spec(module: nn.Module) -> LayerSpec:
         kv_heads = module.num_kv_heads
     elif hasattr(module, "num_key_value_groups"):
         kv_heads = heads // module.num_key_value_groups  # type: ignore[operator]
-    else:
+    elif _reads(type(module), "num_key_value_heads"):
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    else:
+        kv_heads = heads
+    slides = _reads(type(module), "sliding_window")
     forward = inspect.signature(type(module).forward)
     return LayerSpec(
         layer_idx=int(module.layer_idx),  # type: ignore[arg-type]
         hidden_size=config.hidden_size,
         num_kv_heads=int(kv_heads),  # type: ignore[arg-type]
-        sliding_window=sliding_window_of(config, int(module.layer_idx)),  # type: ignore[arg-type]
+        sliding_window=sliding_window_of(config, int(module.layer_idx)) if slides else None,  # type: ignore[arg-type]
         arguments=tuple(forward.parameters)[1:],
     )
 

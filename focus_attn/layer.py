@@ -167,13 +167,35 @@ class _SoftmaxGate(torch.autograd.Function):
         return torch._softmax_backward_data(grad, log_assignment.exp(), -1, grad.dtype)
 
 
+class Routers(nn.ModuleDict):
+    """Routers by adapter name. Inside, a name has a mark: peft takes the name of its own adapter, "default" like ours,
+    out of every key that it saves."""
+
+    _MARK = "of_"
+
+    def __getitem__(self, name: str) -> Router:
+        return super().__getitem__(self._MARK + name)  # type: ignore[return-value]
+
+    def __setitem__(self, name: str, router: nn.Module) -> None:
+        super().__setitem__(self._MARK + name, router)
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(self._MARK + name)
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(f"{self._MARK}{name}")
+
+    def by_name(self) -> dict[str, Router]:
+        return {name.removeprefix(self._MARK): router for name, router in super().items()}  # type: ignore[misc]
+
+
 class FocusLayer(nn.Module):
     """The routers of one attention layer, by adapter name. Adapters that leave the layer alone have none here."""
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.routers = nn.ModuleDict()
+        self.routers = Routers()
         self.active = ""
 
     @property
@@ -181,7 +203,7 @@ class FocusLayer(nn.Module):
         """The active adapter's router, None where it leaves this layer alone."""
         if self.active not in self.routers:
             return None
-        return self.routers[self.active]  # type: ignore[return-value]
+        return self.routers[self.active]
 
     def itself(self) -> FocusLayer:
         """The layer in use, also when asked of the wrapper that peft puts around a module to save."""

@@ -70,7 +70,8 @@ def read_mask(mask: Tensor | None, num_queries: int, num_keys: int) -> Tokens:
     if mask.dim() != 4 or mask.dtype != torch.int32 or mask.shape[2] not in (1, 2, 3):
         raise ValueError(
             f"Focus got a custom attention mask of shape {list(mask.shape)} and {mask.dtype}: pass the 2-D padding "
-            "mask [batch, tokens] (packed sequences: `position_ids` that restart), or use `disable_focus()`"
+            "mask [batch, tokens] (packed sequences: `position_ids` that restart), or use `disable_focus()`. A model "
+            "that makes such masks itself can only be left dense"
         )
     if mask.shape[3] != num_keys:
         raise ValueError(f"the attention mask covers {mask.shape[3]} keys, the layer has {num_keys}")

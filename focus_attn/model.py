@@ -41,6 +41,7 @@ from focus_attn.hf import (
 from focus_attn.layer import AttentionInputs, FocusLayer, FocusState, Probing, check_layers
 from focus_attn.router import Routing
 from focus_attn.stats import Stats
+from focus_attn.tied import name_again, name_once
 
 # `pipeline()` knows the wrappers of language models by the names of their classes, and complains of others.
 getattr(pipelines.base, "SUPPORTED_PEFT_TASKS", {}).get("text-generation", []).append("FocusModel")
@@ -64,6 +65,8 @@ class FocusModel(nn.Module, PushToHubMixin):
         _check_adapter(adapter_name, config, seam, layers)
         warn_if_untested(model)
         self.base_model = model
+        self.register_state_dict_post_hook(name_once)
+        self.register_load_state_dict_pre_hook(name_again)
         self._seam: Seam | None = seam
         self._state = FocusState(num_layers=layers)
         # peft has frozen what it wants frozen; the rest of its model is its own to train.
@@ -151,7 +154,7 @@ class FocusModel(nn.Module, PushToHubMixin):
         if state.enabled and length <= state.config.window + 1:
             state.say_once(
                 "short",
-                f"this input of {length} tokens is no longer than the window ({state.config.window}): Focus then "
+                f"this input of {length} tokens does not reach beyond the window ({state.config.window}): Focus then "
                 "computes plain attention. It starts to matter at several times the window",
             )
 
@@ -286,7 +289,7 @@ class FocusModel(nn.Module, PushToHubMixin):
         self._state.active = adapter_name
         for layer in self._all_layers():
             layer.active = adapter_name
-            for name, router in layer.routers.items():
+            for name, router in layer.routers.by_name().items():
                 router.requires_grad_(name == adapter_name)
 
     def delete_adapter(self, adapter_name: str) -> None:
@@ -332,9 +335,15 @@ class FocusModel(nn.Module, PushToHubMixin):
         save_directory: str | os.PathLike[str],
         adapter_name: str | None = None,
         push_to_hub: bool = False,
+        is_main_process: bool = True,
+        state_dict: Mapping[str, Tensor] | None = None,
         **hub_options: Any,
     ) -> None:
-        """Write the active (or the named) adapter: its routers and its config, nothing of the base model."""
+        """Write the active (or the named) adapter: its routers and its config, nothing of the base model.
+
+        is_main_process: of several processes one writes.
+        state_dict: this model's, where it was gathered from several devices (`accelerator.get_state_dict(model)`).
+        """
         name = self.active_adapter if adapter_name is None else adapter_name
         self._check_known(name)
         if unknown := sorted(hub_options.keys() - _SAVING_OPTIONS):
@@ -345,15 +354,35 @@ class FocusModel(nn.Module, PushToHubMixin):
             raise ValueError(
                 f"what is pushed is the active adapter {self.active_adapter!r}: `set_adapter({name!r})` first"
             )
-        tensors = {
-            tensor_name(layer.spec.layer_idx, key): tensor
-            for layer in self.focus_layers()
-            if name in layer.routers
-            for key, tensor in layer.routers[name].state_dict().items()
-        }
+        if hub_options.pop("safe_serialization", True) is False:
+            raise ValueError("adapters are saved as safetensors alone: leave `safe_serialization` out")
+        if not is_main_process:
+            return
+        tensors = self._router_tensors(name, state_dict)
         write_adapter(Adapter(self._state.configs[name], describe_base(self.base_model), tensors), save_directory)
         if push_to_hub:
-            self.push_to_hub(hub_options.pop("repo_id", Path(save_directory).name), **hub_options)
+            repository = hub_options.pop("repo_id", Path(save_directory).name)
+            try:
+                self.push_to_hub(repository, **hub_options)
+            except Exception as error:  # one of many: offline, no access, no such owner
+                raise RuntimeError(
+                    f"the adapter is saved in {str(save_directory)!r}, but was not pushed to {repository!r}: {error}"
+                ) from error
+
+    def _router_tensors(self, adapter_name: str, state_dict: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+        """The adapter's tensors by their names in a file."""
+        paths = {id(module): path for path, module in self.named_modules()}
+        tensors = {}
+        for layer in self.focus_layers():
+            if adapter_name not in layer.routers:
+                continue
+            router = layer.routers[adapter_name]
+            for key, tensor in router.state_dict().items():
+                path = f"{paths[id(router)]}.{key}"
+                if state_dict is not None and path not in state_dict:
+                    raise ValueError(f"`state_dict` holds no {path!r}: give all of this model's, or leave it out")
+                tensors[tensor_name(layer.spec.layer_idx, key)] = tensor if state_dict is None else state_dict[path]
+        return tensors
 
     @classmethod
     def from_pretrained(
@@ -434,6 +463,4 @@ def _check_adapter(adapter_name: str, config: FocusConfig, seam: Seam, num_layer
         raise TypeError(f"`config` must be a FocusConfig, got {type(config).__name__}")
     if not isinstance(adapter_name, str) or not adapter_name or "." in adapter_name:
         raise ValueError(f"an adapter name is a non-empty string without dots, got {adapter_name!r}")
-    if hasattr(nn.ModuleDict(), adapter_name):
-        raise ValueError(f"an adapter cannot be called {adapter_name!r}, which PyTorch's modules use themselves")
     check_layers(config, seam.specs, num_layers)

@@ -33,7 +33,7 @@ class _Tally:
 
 @dataclass
 class Stats:
-    """Filled while `FocusModel.record_stats()` is open. Counting pairs takes time quadratic in the length.
+    """Filled while `FocusModel.record_stats()` is open.
 
     A soft training gate computes every pair: what is counted then is what the same routers keep when served.
     """

@@ -31,7 +31,7 @@ class Pattern:
 
 
 class Tokens(NamedTuple):
-    """Where queries and keys stand. Positions and segments are int64; segments are None when there is one.
+    """Where queries and keys stand. Positions and segments are integers; segments are None when there is one.
 
     plain: known, without a look at the values, to be one sequence a row without padding: a key's position is its slot,
     and the queries are the last of the slots.

@@ -25,6 +25,8 @@ import torch
 from filelock import FileLock
 from torch import nn
 
+from focus_attn.adapters import find_on_hub, is_hub_name
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -76,7 +78,10 @@ def available_adapters() -> list[str]:
 
 
 def find_adapter(adapter: str | Path) -> Path:
-    """The folder of a shipped adapter's name or of a path. A name that is also a folder here means the shipped one."""
+    """The folder of an adapter: of a shipped one by its name, of a path, or of `owner/name` on the Hub.
+
+    A shipped one's name that is also a folder here means the shipped one.
+    """
     if not isinstance(adapter, (str, Path)):
         raise TypeError(f"`adapter` must be a name or the path of a folder, got {adapter!r}")
     if str(adapter) in available_adapters():
@@ -84,10 +89,12 @@ def find_adapter(adapter: str | Path) -> Path:
     folder = Path(adapter)
     if (folder / "focus_config.json").is_file():
         return folder
+    if not folder.exists() and is_hub_name(str(adapter)):
+        return find_on_hub(str(adapter))
     shipped = ", ".join(map(repr, available_adapters())) or "none in this version"
     raise ValueError(
-        f"no adapter {str(adapter)!r}: it is neither a shipped one ({shipped}) nor a folder that "
-        "`save_pretrained` wrote (no focus_config.json in it)"
+        f"no adapter {str(adapter)!r}: it is neither a shipped one ({shipped}), nor a folder that "
+        "`save_pretrained` wrote (no focus_config.json in it), nor `owner/name` on the Hugging Face Hub"
     )
 
 

@@ -18,7 +18,7 @@ from tiny import SPARSE, VOCAB, focus, opened, tiny_model, tokens
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from focus_attn import FocusConfig, FocusModel, get_focus_model
-from focus_attn.adapters import CONFIG_FILE, FORMAT_VERSION, WEIGHTS_FILE
+from focus_attn.adapters import CONFIG_FILE, FORMAT_VERSION, WEIGHTS_FILE, read_adapter
 from focus_attn.base_sample import sample_of
 from focus_attn.version import __version__
 
@@ -149,7 +149,7 @@ BAD = {
     "unknown-field": (edit(config__warp=9), "'warp'"),
     "bad-field": (edit(config__window=-1), "`window` must be at least 0"),
     "no-base": (edit(base_model=None), "not a valid Focus config"),
-    "other-type": (edit(base_model__model_type="gpt2"), "`model_type` 'gpt2'; the model has 'llama'"),
+    "other-type": (edit(base_model__model_type="gpt2"), "`model_type` 'gpt2'; this one has 'llama'"),
     "other-width": (edit(base_model__hidden_size=64), "`hidden_size` 64"),
     "other-depth": (edit(base_model__num_layers=3), "`num_layers` 3"),
     "other-weights": (edit(weights_sha256="0" * 64), "copy both again"),
@@ -207,6 +207,18 @@ def test_a_hub_name_is_asked_of_the_hub(saved, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
     with pytest.raises(ValueError, match="the network is down"):
         FocusModel.from_pretrained(tiny_model(), "someone/adapter")
+    with pytest.raises(TypeError, match="got LlamaForCausalLM"):
+        FocusModel.from_pretrained("someone/adapter", tiny_model())
+
+
+def test_an_adapter_that_could_not_be_pushed_is_saved(tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError("the network is down")
+
+    monkeypatch.setattr(FocusModel, "push_to_hub", fail)
+    with pytest.raises(RuntimeError, match=r"is saved in .*was not pushed to 'me/mine': the network is down"):
+        focus().save_pretrained(tmp_path, push_to_hub=True, repo_id="me/mine")
+    assert read_adapter(tmp_path).config == SPARSE
 
 
 def test_push_to_hub_uploads_the_two_files(monkeypatch):
@@ -358,7 +370,7 @@ def test_only_the_active_adapter_is_trainable():
     model.add_adapter("law", SPARSE)
 
     def trainable():
-        return {re.search(r"routers\.(\w+)", name)[1] for name, p in model.named_parameters() if p.requires_grad}
+        return {re.search(r"routers\.of_(\w+)", name)[1] for name, p in model.named_parameters() if p.requires_grad}
 
     assert trainable() == {"default"}
     model.set_adapter("law")
@@ -378,6 +390,20 @@ def test_a_misspelled_option_of_saving_is_no_other_adapter(tmp_path):
     with pytest.raises(TypeError, match=r"'adaptor_name'.*`adapter_name`"):
         model.save_pretrained(tmp_path, adaptor_name="law")
     model.save_pretrained(tmp_path, state_dict=None, safe_serialization=True)  # as trainers do
+    with pytest.raises(ValueError, match="safetensors alone"):
+        model.save_pretrained(tmp_path, safe_serialization=False)
+
+
+def test_a_gathered_state_dict_is_what_is_saved_by_one_process(tmp_path):
+    model = focus()
+    model.save_pretrained(tmp_path / "second", is_main_process=False)
+    assert not (tmp_path / "second").exists()
+    gathered = {name: torch.full_like(tensor, 0.5) for name, tensor in model.state_dict().items()}
+    model.save_pretrained(tmp_path / "first", state_dict=gathered)
+    assert all(bool((x == 0.5).all()) for x in read_adapter(tmp_path / "first").tensors.values())
+    with pytest.raises(ValueError, match="`state_dict` holds no"):
+        model.save_pretrained(tmp_path / "third", state_dict={})
+    assert not (tmp_path / "third").exists()
 
 
 def test_what_was_frozen_is_unfrozen_where_it_was_replaced_too():

@@ -226,7 +226,7 @@ def test_an_adapter_brings_its_dense_heads_along(tmp_path):
     ],
 )
 def test_what_is_no_pair_of_a_layer_and_a_head_is_named(value, error):
-    with pytest.raises(error, match=r"`dense_heads`.*\(\(18, 2\),\)"):
+    with pytest.raises(error, match=r"`dense_heads`.*\[\[18, 2\]\]"):
         FocusConfig(dense_heads=value)
 
 

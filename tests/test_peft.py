@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import SPARSE, tiny_model, tokens
 
 from focus_attn import FocusModel, get_focus_model
@@ -119,3 +119,17 @@ def test_generation(order):
     settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     cached = model.generate(input_ids=ids, **settings)
     assert torch.equal(cached, model.generate(input_ids=ids, use_cache=False, **settings))
+
+
+@pytest.mark.parametrize("name", ["default", "mine"])
+def test_peft_reads_back_the_routers_that_it_saved(tmp_path, name):
+    ids = tokens()
+    focus = get_focus_model(tiny_model(), SPARSE, name)
+    model = get_peft_model(focus, LoraConfig(**LORA, modules_to_save=["focus"]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(get_focus_model(tiny_model(), SPARSE, name), tmp_path)
+    assert torch.equal(logits(again.eval(), ids), logits(model.eval(), ids))

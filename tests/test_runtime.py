@@ -221,3 +221,49 @@ def test_after_unload_the_shell_says_so():
         model.add_adapter("a", SPARSE)
     with pytest.raises(ValueError, match="unloaded"), model.disable_focus():
         pass
+
+
+@pytest.mark.parametrize("architecture", ["llama", "falcon"])
+def test_accelerate_may_come_after_focus(architecture):
+    import accelerate
+
+    model, ids = focus(architecture), tokens(length=40)
+    sparse, dense = logits(model, ids), logits(tiny_model(architecture), ids)
+    accelerate.dispatch_model(model, device_map={"": "cpu"}, force_hooks=True)
+    assert torch.equal(logits(model, ids), sparse)
+    with model.disable_focus():
+        assert torch.equal(logits(model, ids), dense)
+    assert torch.equal(logits(model, ids), sparse)
+    assert torch.equal(logits(model.unload(), ids), dense)
+
+
+def test_transformers_trainer_trains_saves_and_resumes(tmp_path):
+    """With tied embeddings, which have two names in the base model's state dict."""
+    from transformers import Trainer, TrainingArguments
+
+    rows = [{"input_ids": ids, "labels": ids} for ids in tokens(8, 40)]
+    options = {"use_cpu": True, "report_to": [], "save_steps": 2, "per_device_train_batch_size": 2, "seed": 0}
+    arguments = TrainingArguments(str(tmp_path), max_steps=4, learning_rate=0.01, **options)
+
+    def trained(**how):
+        model = focus(tie_word_embeddings=True)
+        before = {name: p.clone() for name, p in model.named_parameters()}
+        Trainer(model=model, args=arguments, train_dataset=rows).train(**how)
+        changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+        assert changed and all(".focus." in name for name in changed)
+        return model.state_dict()
+
+    whole = trained()
+    again = trained(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+def test_a_state_dict_names_a_tied_tensor_once():
+    model, other = focus(tie_word_embeddings=True), focus(tie_word_embeddings=True)
+    names = {"base_model.model.embed_tokens.weight", "base_model.lm_head.weight"}
+    assert len(names & set(model.state_dict())) == 1
+    with torch.no_grad():
+        model.base_model.lm_head.weight.add_(1)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other.base_model.lm_head.weight, model.base_model.lm_head.weight)
+    assert other.base_model.lm_head.weight is other.base_model.model.embed_tokens.weight

@@ -340,7 +340,7 @@ def test_intersect_keeps_the_sliding_window():
     torch.testing.assert_close(logits(get_focus_model(base, config), ids), expected, **EXACT)
 
 
-@pytest.mark.parametrize("name", ["eval", "keys", "a.b", ""])
+@pytest.mark.parametrize("name", ["a.b", ""])
 def test_an_impossible_adapter_name_leaves_the_base_model_as_it_was(name):
     model, ids = tiny_model(), tokens()
     before = logits(model, ids)
@@ -362,3 +362,26 @@ def test_a_failure_while_attaching_leaves_the_base_model_as_it_was(monkeypatch):
 def test_a_model_with_nothing_to_route_is_refused_with_the_cure():
     with pytest.raises(ValueError, match="sliding_layers"):
         get_focus_model(tiny_model("mistral", sliding_window=8), SPARSE)
+
+
+@quiet
+@pytest.mark.parametrize("name", ["eval", "keys", "default", "of_default"])
+def test_any_other_adapter_name_will_do(name):
+    model = get_focus_model(tiny_model(), SPARSE, name)
+    model.add_adapter("more", SPARSE)
+    model.set_adapter("more")
+    model.delete_adapter(name)
+    assert list(model.adapters) == ["more"] and all(list(x.routers.by_name()) == ["more"] for x in model.focus_layers())
+
+
+@quiet
+def test_fields_of_a_config_that_its_model_does_not_read_change_nothing():
+    model, ids = tiny_model(sliding_window=30), tokens(length=40)
+    base = logits(model, ids)
+    config = FocusConfig(num_groups=4, query_top_k=4, window=3, sliding_layers="intersect")
+    torch.testing.assert_close(logits(get_focus_model(model, config), ids), base, **EXACT)
+    stray = tiny_model("biogpt", num_key_value_heads=2)
+    with pytest.warns(UserWarning, match="not been tested"):
+        focused = get_focus_model(stray, SPARSE)
+    assert {layer.spec.num_kv_heads for layer in focused.focus_layers()} == {4}
+    logits(focused, ids)

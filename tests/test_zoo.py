@@ -140,6 +140,23 @@ def test_unknown_adapter_lists_what_there_is(tmp_path):
         zoo.find_adapter(3)
 
 
+def test_an_adapter_of_the_hub(monkeypatch, tmp_path):
+    import huggingface_hub
+
+    asked = []
+
+    def download(repo_id, filename):
+        asked.append((repo_id, filename))
+        return str(tmp_path / filename)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    assert zoo.find_adapter("someone/adapter") == tmp_path
+    assert asked == [("someone/adapter", name) for name in ("focus_config.json", "focus_model.safetensors")]
+    for path in ("./adapter", "runs/a/b", "runs/"):
+        with pytest.raises(ValueError, match="nor `owner/name`"):
+            zoo.find_adapter(path)
+
+
 def test_bad_dtype_is_refused():
     with pytest.raises(TypeError, match="`dtype`"):
         zoo.load_default_model(dtype=torch.int8)
