@@ -15,6 +15,7 @@ from focus_attn.bench import command as bench_command
 from focus_attn.compare import command as compare_command
 from focus_attn.evaluation import command as evaluation_command
 from focus_attn.report import command as report_command
+from focus_attn.targets import check_targets
 from focus_attn.training import command as training_command
 from focus_attn.version import __version__
 
@@ -88,9 +89,7 @@ def demo(
         from focus_attn.report.terminal import StageBars, print_closing_table
 
         check_matplotlib()  # now, not after five minutes
-        for path in (report, json_file):
-            if path is not None and not path.parent.is_dir():
-                raise ValueError(f"the folder of {str(path)!r} does not exist: create it or choose another place")
+        check_targets(report, json_file)
         if save is not None and save.exists() and not save.is_dir():
             raise ValueError(f"an adapter is saved into a folder, but {str(save)!r} is a file")
         given = {

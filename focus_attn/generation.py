@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from focus_attn.model import FocusModel
-from focus_attn.zoo import find_adapter, load_default_model, quiet_transformers
+from focus_attn.zoo import find_adapter, load_default_model, naming, quiet_transformers
 
 
 def stream(
@@ -46,7 +46,7 @@ def load(model_name: str | None, adapter: str | None, dtype: torch.dtype | None 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     local = Path(model_name).is_dir()
-    with quiet_transformers():
+    with quiet_transformers(), naming(model_name):
         model = AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype or "auto", local_files_only=local)
         tokenizer = AutoTokenizer.from_pretrained(model_name, local_files_only=local)
     return (model if folder is None else FocusModel.from_pretrained(model, str(folder))), tokenizer

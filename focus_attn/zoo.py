@@ -98,6 +98,16 @@ def find_adapter(adapter: str | Path) -> Path:
     )
 
 
+@contextlib.contextmanager
+def naming(model: str) -> Iterator[None]:
+    """Inside, a model that does not come is a ValueError with its name."""
+    try:
+        yield
+    except OSError as error:  # what transformers makes of a wrong name, a missing file and a silent network alike
+        what = "its files" if Path(model).is_dir() else "it is no folder here, and from the Hugging Face Hub"
+        raise ValueError(f"no model {model!r}: {what}: {' '.join(str(error).split())}") from error
+
+
 def cache_folder() -> Path:
     """Where converted models are kept: FOCUS_CACHE, or this platform's place for caches."""
     if chosen := os.environ.get("FOCUS_CACHE"):

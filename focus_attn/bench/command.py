@@ -10,6 +10,7 @@ import torch
 import typer
 
 from focus_attn.bench.options import DEFAULT_SECONDS, read_device, read_dtype, read_numbers, read_options
+from focus_attn.targets import check_targets
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write every number to this file.")]
 PlotFile = Annotated[Path | None, typer.Option("--plot", help="Draw it: .png or .svg.")]
@@ -161,8 +162,7 @@ def prefill(
 
 def _check_targets(json_file: Path | None, plot: Path | None) -> None:
     """Before measuring, not after."""
-    if json_file is not None and not json_file.parent.is_dir():
-        raise ValueError(f"the folder of {str(json_file)!r} does not exist: create it or choose another place")
+    check_targets(json_file)
     if plot is None:
         return
     from focus_attn.report.bench_plots import check_plot_file

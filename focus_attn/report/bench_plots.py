@@ -10,6 +10,7 @@ from typing import Any
 from focus_attn.bench.attention import PASS_NAMES, Row
 from focus_attn.bench.prefill import PrefillRow
 from focus_attn.report.plots import DENSE, FOCUS, STYLE, check_matplotlib
+from focus_attn.targets import check_targets
 
 COLORS = (FOCUS, "#d97706", "#059669", "#9333ea", "#dc2626", "#0891b2")
 SUFFIXES = (".png", ".svg")
@@ -19,8 +20,7 @@ def check_plot_file(path: Path) -> None:
     check_matplotlib()
     if path.suffix not in SUFFIXES:
         raise ValueError(f"--plot must end in {' or '.join(SUFFIXES)}, got {str(path)!r}")
-    if not path.parent.is_dir():
-        raise ValueError(f"the folder of {str(path)!r} does not exist: create it or choose another place")
+    check_targets(path)
 
 
 def plot_attention(rows: Sequence[Row], title: str, path: Path) -> None:

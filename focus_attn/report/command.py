@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from focus_attn.targets import check_targets
+
 
 def report(
     adapter: Annotated[
@@ -48,9 +50,7 @@ def report(
     from focus_attn.report.page import render_page
     from focus_attn.report.summary import print_report
 
-    for path in (out, json_file):
-        if path is not None and not path.parent.is_dir():
-            raise ValueError(f"the folder of {str(path)!r} does not exist: create it or choose another place")
+    check_targets(out, json_file)
     console = Console()
     if source is not None:
         if adapter or text or model:
