@@ -2,10 +2,12 @@
 
 import json
 import shutil
+import signal
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from training_runs import AtStep
 from typer.testing import CliRunner
 
 from focus_attn import FocusModel
@@ -49,8 +51,10 @@ def test_train_writes_an_adapter_and_goes_on_where_it_was(folder):
     result = run(app, [*command, "--json", "result.json"])
     assert result.exit_code == 0, result.output
     assert "step 3/3" in result.output and "held-out text: perplexity" in result.output
+    assert "base model" in result.output and "at random" not in result.output
     numbers = json.loads((folder / "result.json").read_text())
     assert numbers["finished"] and numbers["steps"] == 3
+    assert numbers["base_perplexity"] == pytest.approx(numbers["perplexity"]["ppl"], rel=0.5)
     assert FocusModel.from_pretrained(tiny_random_model()[0], folder / "runs" / "tiny").focus_config.num_groups == 4
     again = run(app, command)
     assert again.exit_code == 0 and "going on from step 3 of 3" in again.output
@@ -144,7 +148,7 @@ def test_fresh_weights_and_a_time_limit(folder):
     command = ["train", "scratch.yaml", "--model", "model", "--text", "text.txt", "--output", "out"]
     result = run(app, [*command, "--time-limit", "0.001"])  # a twentieth of a second
     assert result.exit_code == 0, result.output
-    assert "stopped by the time limit; the same call goes on" in result.output
+    assert "stopped by the time limit; the same command goes on" in result.output
     assert (folder / "out" / "focus_model.safetensors").is_file()
 
 
@@ -165,3 +169,35 @@ def test_mistakes_are_one_sentence(arguments, message, folder):
     result = run(app, ["train", *arguments])
     assert result.exit_code == 1
     assert message in result.output and "Traceback" not in result.output
+
+
+def test_an_interrupted_training_is_no_success(folder, monkeypatch):
+    from focus_attn.training import loop
+
+    stop = AtStep(1, lambda: signal.raise_signal(signal.SIGTERM))
+    whole = loop.train
+    monkeypatch.setattr(loop, "train", lambda *args, **options: whole(*args, **options, callbacks=[stop]))
+    result = run(app, ["train", "recipe.yaml", "--model", "model", "--text", "text.txt", "--output", "out"])
+    assert result.exit_code == 128 + signal.SIGTERM and "the same command goes on" in result.output
+
+
+def test_an_adapter_that_no_run_has_left_is_not_written_over(folder, first):
+    command = [*first, "recipe.yaml", "--output", "by_hand"]
+    shutil.copytree(folder / "first", folder / "by_hand", ignore=shutil.ignore_patterns("run.json", "checkpoints"))
+    before = (folder / "by_hand" / "focus_model.safetensors").read_bytes()
+    refused = run(app, command)
+    assert refused.exit_code == 1 and "would be written over" in refused.output
+    assert (folder / "by_hand" / "focus_model.safetensors").read_bytes() == before
+    assert run(app, [*command, "--no-resume"]).exit_code == 0
+
+
+def test_routers_that_begin_at_random_are_named(folder):
+    start = next(line for line in RECIPE.splitlines() if line.startswith("start"))
+    (folder / "random.yaml").write_text(RECIPE.replace(start, "start:"))
+    result = run(app, ["train", "random.yaml", "--model", "model", "--text", "text.txt"])
+    assert result.exit_code == 0 and "the routers begin at random" in result.output
+
+
+def test_a_model_that_is_not_there_is_named(folder):
+    result = run(app, ["train", "recipe.yaml", "--model", "./modell", "--text", "text.txt"])
+    assert result.exit_code == 1 and "no model './modell'" in result.output

@@ -151,6 +151,8 @@ def test_a_local_dataset_through_datasets(tmp_path, tokenizer):
         assert joined == [f"{LONG}\n{SHORT}\n"]
     ids = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3]]})
     assert open_tokens(ids, None, Data()).documents.tolist() == [[0, 2], [2, 3]]
+    with pytest.raises(ValueError, match=r"has splits \(train, test\).*dataset\['train'\]"):
+        open_tokens(datasets.DatasetDict(train=texts, test=texts), tokenizer, Data())
 
 
 @pytest.mark.parametrize(
@@ -160,12 +162,16 @@ def test_a_local_dataset_through_datasets(tmp_path, tokenizer):
         ("empty.txt", ValueError, "holds no text"),
         ("picture.png", ValueError, "kinds that can be read"),
         ("bad.jsonl", ValueError, "line 2 of .* is not JSON"),
-        ("other.jsonl", ValueError, r"no string field 'text' \(it has: title\); name it with `data.field`"),
+        ("other.jsonl", ValueError, r"no field 'text' \(it has: title\); name it with `data.field`"),
+        ("number.jsonl", ValueError, "line 1 of .*the field 'text' holds a int, no text"),
+        ("list.jsonl", ValueError, "line 1 of .* is a list: a document is an object with a field 'text'"),
         ("binary.txt", ValueError, "not UTF-8|zero bytes"),
+        (LONG + "\n", ValueError, r"given as a list of documents, \[text\]"),
+        ("x" * 300, ValueError, r"given as a list of documents, \[text\]"),
         ([], ValueError, "list is empty"),
         ([""], ValueError, "holds no text"),
         (torch.empty(0, dtype=torch.long), ValueError, "token ids must be"),
-        (torch.rand(3), ValueError, "token ids must be"),
+        (torch.rand(3), ValueError, r"token ids must be .*got float32 \[3\]"),
         ([[1, -2]], ValueError, "start at 0"),
         (7, TypeError, "cannot train on a int"),
     ],
@@ -176,6 +182,8 @@ def test_bad_text_is_refused_with_a_sentence(source, error, message, tmp_path, t
     (tmp_path / "picture.png").write_bytes(b"x")
     (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n{')
     (tmp_path / "other.jsonl").write_text('{"title": "x"}\n')
+    (tmp_path / "number.jsonl").write_text('{"text": 5}\n')
+    (tmp_path / "list.jsonl").write_text('["x"]\n')
     (tmp_path / "binary.txt").write_bytes(bytes(range(256)))
     with pytest.raises(error, match=message):
         open_tokens(source, tokenizer, Data())

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from focus_attn.adapters import read_adapter
+from focus_attn.adapters import CONFIG_FILE, read_adapter
 from focus_attn.base_sample import Sample, is_same
 from focus_attn.hf import text_config
 from focus_attn.model import FocusModel, get_focus_model
@@ -104,6 +104,11 @@ def find_checkpoint(output: Path, recipe: Recipe, store: TokenStore, base: Sampl
         (output / RECORD).unlink(missing_ok=True)
         return None
     found = checkpoints(output)
+    if not found and (output / CONFIG_FILE).exists() and not (output / RECORD).exists():
+        raise ValueError(
+            f"{str(output)!r} holds an adapter that no run has left there, and it would be written over: choose "
+            "another output, or `resume=False` (--no-resume)"
+        )
     if not found:
         return None
     last = found[-1]
@@ -117,6 +122,7 @@ def find_checkpoint(output: Path, recipe: Recipe, store: TokenStore, base: Sampl
     if differing:
         raise ValueError(
             f"{str(output)!r} holds a run of another recipe; different now and there: {'; '.join(differing)}. Choose "
-            "another output, or start anew with `resume=False` (--no-resume)"
+            "another output (going on from that adapter with `adapter`, --adapter), or start anew with `resume=False` "
+            "(--no-resume)"
         )
     return last

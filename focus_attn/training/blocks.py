@@ -52,12 +52,20 @@ class Blocks:
 
     def rows(self, count: int) -> Tensor:
         """The ids of up to `count` blocks, evenly spread, that are one document's, [n, T]."""
+        rows = [self[index]["input_ids"] for index in self._spread(count)]
+        return torch.stack(rows) if rows else torch.empty(0, self.length, dtype=torch.int64)
+
+    def documents(self, count: int) -> list[int]:
+        """Which document of the store each of these `rows` is of."""
+        first, last = self.store.documents.T
+        starts = np.array([self.spans[index][0][0] for index in self._spread(count)], dtype=np.int64)[:, None]
+        return ((first <= starts) & (starts < last)).argmax(1).tolist()
+
+    def _spread(self, count: int) -> list[int]:
         inner = self.length - len(self.store.begin)
         whole = [index for index, spans in enumerate(self.spans) if spans[0][1] - spans[0][0] == inner]
         count = min(count, len(whole))
-        chosen = [whole[index * len(whole) // count] for index in range(count)]
-        rows = [self[index]["input_ids"] for index in chosen]
-        return torch.stack(rows) if rows else torch.empty(0, self.length, dtype=torch.int64)
+        return [whole[index * len(whole) // count] for index in range(count)]
 
 
 def cut_blocks(store: TokenStore, length: int, *, packing: bool, shortest: int) -> Blocks:

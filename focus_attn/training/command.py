@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from focus_attn.targets import check_targets
+
 
 def train(
     recipe: Annotated[Path, typer.Argument(help="A YAML file, such as those in recipes/.")],
@@ -52,8 +54,7 @@ def train(
     source = text or chosen.data.text
     if source is None:
         raise ValueError(f"{str(recipe)!r} names no text (`data: {{text: ...}}`): give --text FILE_OR_FOLDER")
-    if json_file is not None and not json_file.parent.is_dir():
-        raise ValueError(f"the folder of {str(json_file)!r} does not exist: create it or choose another place")
+    check_targets(json_file)
     if chosen.adapter is not None:
         find_adapter(chosen.adapter)  # before the model, which takes longer
     base, tokenizer = load_base(chosen)
@@ -74,6 +75,8 @@ def train(
             )
         if json_file is not None and rank() == 0:
             write_json(json_file, {"recipe": chosen.to_dict(), **result.to_dict()})
+        if result.signal is not None and not result.finished:
+            raise typer.Exit(128 + result.signal)  # what waits for it must not take it for done
     finally:
         leave_processes()
 
@@ -83,13 +86,13 @@ def load_base(recipe: Any) -> tuple[Any, Any]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    from focus_attn.zoo import default_model_folder, load_default_model, quiet_transformers
+    from focus_attn.zoo import default_model_folder, load_default_model, naming, quiet_transformers
 
     if recipe.model is None and not recipe.fresh_weights:
         return load_default_model()
     name = str(default_model_folder()) if recipe.model is None else recipe.model
     local = {"local_files_only": Path(name).is_dir()}
-    with quiet_transformers():
+    with quiet_transformers(), naming(name):
         tokenizer = AutoTokenizer.from_pretrained(name, **local)
         if not recipe.fresh_weights:
             return AutoModelForCausalLM.from_pretrained(name, dtype="auto", **local), tokenizer

@@ -32,6 +32,7 @@ from focus_attn.zoo import cache_folder
 FORMAT = 1  # raised when what is written below changes
 IDS, OFFSETS, META = "ids.bin", "offsets.bin", "meta.json"
 HUB, BUILTIN = "hub:", "builtin"
+LONGEST_NAME = 255  # of a file, in most file systems
 DOCUMENTS_AT_ONCE = 64
 CHARACTERS_AT_ONCE = 1 << 22
 JOINED_CHARACTERS = 1 << 20  # of a document of joined lines: a stream is read a piece at a time
@@ -96,7 +97,8 @@ def open_tokens(
     if isinstance(source, (Tensor, np.ndarray)):
         rows = torch.as_tensor(source)
         if rows.dim() not in (1, 2) or rows.is_floating_point() or rows.numel() == 0:
-            raise ValueError(f"token ids must be integers [tokens] or [documents, tokens], got {list(rows.shape)}")
+            got = f"{str(rows.dtype).removeprefix('torch.')} {list(rows.shape)}"
+            raise ValueError(f"token ids must be integers [tokens] or [documents, tokens], got {got}")
         return _in_memory(list(rows[None] if rows.dim() == 1 else rows))
     if not isinstance(source, Sequence):
         raise TypeError(
@@ -141,6 +143,8 @@ def read_documents(path: Path, field: str, join: bool = False) -> Iterator[str]:
 
 
 def _files(path: Path) -> list[Path]:
+    if "\n" in str(path) or len(path.name) > LONGEST_NAME:
+        raise ValueError("a text itself is given as a list of documents, [text]; a string names a file or a folder")
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
         if not files:
@@ -188,8 +192,11 @@ def _documents(rows: Iterable[str], join: bool) -> Iterator[str]:
 def _field(record: Any, field: str, where: str) -> str:
     if isinstance(record, dict) and isinstance(record.get(field), str):
         return record[field]
-    names = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-    raise ValueError(f"{where} has no string field {field!r} (it has: {names}); name it with `data.field`")
+    if not isinstance(record, dict):
+        raise ValueError(f"{where} is a {type(record).__name__}: a document is an object with a field {field!r}")
+    if field in record:
+        raise ValueError(f"{where}: the field {field!r} holds a {type(record[field]).__name__}, no text")
+    raise ValueError(f"{where} has no field {field!r} (it has: {', '.join(record)}); name it with `data.field`")
 
 
 def _from_name(name: str, tokenizer: Any, data: Data, limit: int | None, progress: Progress | None) -> TokenStore:
@@ -246,6 +253,11 @@ def _rows(name: str, load: Callable[[], Iterable[Any]], data: Data) -> Iterator[
 
 
 def _from_dataset(dataset: Any, tokenizer: Any, data: Data, limit: int | None, progress: Progress | None) -> TokenStore:
+    if isinstance(dataset, dict):  # `load_dataset` without a split
+        splits = ", ".join(dataset)
+        raise ValueError(
+            f"this dataset has splits ({splits}): give one of them, as in dataset[{next(iter(dataset))!r}]"
+        )
     columns = dataset.column_names or []
     if "input_ids" in columns:
         return _in_memory([torch.as_tensor(row["input_ids"]) for row in dataset])

@@ -21,7 +21,7 @@ from torch import nn
 
 from focus_attn.adapters import BASE_FOLDER, describe_base
 from focus_attn.base_sample import sample_of
-from focus_attn.evaluation.perplexity import Perplexity, block_perplexity
+from focus_attn.evaluation.perplexity import Perplexity
 from focus_attn.model import FocusModel
 from focus_attn.progress import Progress
 from focus_attn.training.balance import routed_layers
@@ -66,6 +66,12 @@ class TrainedRun:
     seconds: float  # of this call
     measures: dict[str, float]  # of the last log line
     perplexity: Perplexity | None  # of the held-out text, when it was last measured
+    base_perplexity: float | None = None  # of the model without Focus on it, where its weights were not trained
+    signal: int | None = None  # that interrupted it
+
+    def __repr__(self) -> str:
+        state = "finished" if self.finished else "interrupted"
+        return f"TrainedRun({state} after {self.steps:,} steps, {self.perplexity}, output={str(self.output)!r})"
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -74,6 +80,7 @@ class TrainedRun:
             "seconds": self.seconds,
             "measures": self.measures,
             "perplexity": None if self.perplexity is None else dataclasses.asdict(self.perplexity),
+            "base_perplexity": self.base_perplexity,
         }
 
 
@@ -143,6 +150,8 @@ def train(
             deadline=began + (time_limit or math.inf),
         )
         _introduce(run, store, stages)
+        if recipe.start is None and recipe.adapter is None and focus is not model:
+            run.say("the routers begin at random: there is no `start`, and no adapter to go on from")
         position = _begin(run, store, found)
         with _stop_on_signals(run):
             position = _run_stages(run, stages, position, found, tokenizer, callbacks)
@@ -231,11 +240,7 @@ def _end_with_mean(run: Run, position: Position) -> None:
 
 def _measured(run: Run) -> str:
     """What no step measures, on what was held back, in words; nothing where nothing was."""
-    if not len(run.held_out):
-        return ""
-    with run.precision():
-        run.perplexity = block_perplexity(run.model, run.held_out)
-    return f"held-out text: {run.perplexity}"
+    return run.measure_held_out() if len(run.held_out) else ""
 
 
 def _sequences(stage: Stage) -> int:
@@ -313,7 +318,7 @@ def _stop_on_signals(run: Run) -> Iterator[None]:
     def ask(number: int, frame: Any) -> None:
         if run.interrupted:
             raise KeyboardInterrupt
-        run.interrupted = names[signal.Signals(number)]
+        run.interrupted, run.signal = names[signal.Signals(number)], number
         run.say(f"{run.interrupted}: stopping at the end of this step")
 
     before = {number: signal.signal(number, ask) for number in names}
@@ -343,7 +348,17 @@ def _finish(run: Run, position: Position, seconds: float) -> TrainedRun:
     base = None
     if run.recipe.trains_base:
         base = whole({**base_parameters(run.model), **persistent_buffers(run.model)})
-    result = TrainedRun(run.model, run.output, finished, position.total, seconds, run.measures, run.perplexity)
+    result = TrainedRun(
+        model=run.model,
+        output=run.output,
+        finished=finished,
+        steps=position.total,
+        seconds=seconds,
+        measures=run.measures,
+        perplexity=run.perplexity,
+        base_perplexity=run.base_perplexity,
+        signal=run.signal,
+    )
     if run.is_main:
         from focus_attn.bench.record import write_json
 
@@ -357,7 +372,7 @@ def _finish(run: Run, position: Position, seconds: float) -> TrainedRun:
         record = run.output / RECORD
         if run.measures or not _is_finished(record):  # else it was finished already, and its record says more
             write_json(record, {"recipe": run.recipe.to_dict(), **result.to_dict()})
-    state = "done" if finished else f"stopped by {run.interrupted}; the same call goes on"
+    state = "done" if finished else f"stopped by {run.interrupted}; the same command goes on"
     run.say(f"step {position.total:,} of {run.recipe.steps:,}, {duration(seconds)}: {state}. Adapter in {run.output}")
     return result
 

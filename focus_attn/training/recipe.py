@@ -202,6 +202,8 @@ class Recipe:
         for name, kind in (("focus", FocusConfig), ("start", Start)):
             if not isinstance(getattr(self, name), kind | None):
                 raise TypeError(f"`{name}` must be a {kind.__name__} or None, got {getattr(self, name)!r}")
+        if isinstance(self.stages, Stage):
+            raise TypeError("`stages` must be several in a row, of one too: (Stage(...),)")
         object.__setattr__(self, "stages", tuple(self.stages))
         if not all(isinstance(stage, Stage) for stage in self.stages):
             raise TypeError(f"`stages` must be Stages, got {self.stages!r}")

@@ -80,9 +80,11 @@ class Run:
     sharded: bool = False
     deadline: float = math.inf  # of time.monotonic()
     interrupted: str = ""  # by what, once it was
+    signal: int | None = None  # that interrupted it
     started: float = field(default_factory=time.monotonic)
     measures: dict[str, float] = field(default_factory=dict)  # the latest
     perplexity: Perplexity | None = None  # the latest
+    base_perplexity: float | None = None  # of the model without Focus on the same text, where its weights stay
     coverage: float | None = None  # share of the dense model's attention that is kept, the latest
     collapsed: bool = False  # whether routers were, at the last log line
     stage_mean: RouterMean = field(default_factory=RouterMean)  # of what stages ended with
@@ -100,6 +102,18 @@ class Run:
     def say(self, sentence: str) -> None:
         if self.is_main:
             self.log(sentence)
+
+    def measure_held_out(self) -> str:
+        """Perplexity on what was held back, in words, beside that of the model without Focus."""
+        with self.precision():
+            if self.base_perplexity is None and not self.recipe.trains_base:
+                with self.model.disable_focus():
+                    self.base_perplexity = block_perplexity(self.model, self.held_out).ppl
+            self.perplexity = block_perplexity(self.model, self.held_out)
+        words = f"held-out text: {self.perplexity}"
+        if self.base_perplexity is not None:
+            words += f"; base model {self.base_perplexity:.2f}, x {self.perplexity.ppl / self.base_perplexity:.3f}"
+        return words
 
     def save(self, position: Position, fill: Callable[[Path], None] | None = None) -> None:
         """Write a checkpoint. Every process calls it: weights may be spread over them, and all hear of a failure."""
@@ -255,15 +269,16 @@ class FocusTrainer(Trainer):
         if self._evaluated_at == self.state.global_step:  # Trainer asks again at the end of an epoch
             return {}
         self._evaluated_at = self.state.global_step
+        words = run.measure_held_out()
+        assert run.perplexity is not None
         with run.precision():
-            run.perplexity = block_perplexity(run.model, run.held_out)
             covered = coverage(run.model, run.held_out[:1], seed=run.recipe.seed)
         metrics = {"eval_perplexity": run.perplexity.ppl, "eval_perplexity_last_half": run.perplexity.ppl_last_half}
         if run.perplexity.pairs_kept is not None:
             metrics["eval_pairs_kept"] = run.perplexity.pairs_kept
         metrics["eval_coverage"] = run.coverage = sum(covered.values()) / len(covered)
         self.log(metrics)
-        run.say(f"step {self.steps_before + self.state.global_step:,}, held-out text: {run.perplexity}")
+        run.say(f"step {self.steps_before + self.state.global_step:,}, {words}")
         return metrics
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
