@@ -123,3 +123,12 @@ def test_labels_are_for_items():
     values, prefixes = behind_prefixes(0, prefixes=7)
     with pytest.raises(ValueError, match="a label for each of the 175 items"):
         perplexity_ratio(values, values, together=prefixes[1:])
+
+
+def test_items_that_share_their_luck_are_not_so_many():
+    luck = normal(16, seed=3).repeat_interleave(60)
+    labels = [number // 60 for number in range(960)]
+    assert standard_error(luck, labels) == pytest.approx(standard_error(luck[::60]), rel=0.01)
+    independent = normal(960, seed=4)
+    assert standard_error(independent) <= standard_error(independent, labels) < 2 * standard_error(independent)
+    assert errors_above(luck + 0.2, 0.0) > 2 > errors_above(luck + 0.2, 0.0, labels)

@@ -17,7 +17,7 @@ from focus_attn.cli import app
 from focus_attn.evaluation.models import adapter_digest, load_compared, short_names
 from focus_attn.evaluation.requests import Item, Requests, Task
 from focus_attn.evaluation.run import score_model, sum_up
-from focus_attn.evaluation.summary import Cell, kept_of_base, summarise
+from focus_attn.evaluation.summary import Cell, by_position, kept_of_base, summarise
 from focus_attn.zoo import tiny_random_model
 
 LM_EVAL = importlib.util.find_spec("lm_eval") is not None
@@ -154,6 +154,12 @@ def test_what_is_refused_leaves_no_trace(saved, tmp_path):
         (["--plot", "x.pdf"], "--plot must end in"),
         (["--write-requests", "a", "--from-scores", "b"], "three steps"),
         (["--from-scores", "nowhere"], "not a folder that"),
+        (["--from-scores", "nowhere", "--adapter", "k8"], "sums up what is in its folder"),
+        (["--score-requests", "nowhere", "--tasks", "piqa"], "go to --write-requests"),
+        (["--tasks", "piqa", "--forms", "shots"], "--forms shots need a length: give --long"),
+        (["--long", "1024"], "--long is the length of the long forms of --tasks"),
+        (["--json", "."], "is a folder: name a file"),
+        (["--output", __file__], "--output is a folder"),
         (["--score-requests", "nowhere.jsonl"], "no such file"),
         (["--adapter", "nowhere"], "no adapter 'nowhere'"),
     ],
@@ -174,8 +180,8 @@ def answers(right):
 
 def test_an_adapters_folder_may_be_called_anything():
     assert short_names([Path("a/train"), Path("b/train"), Path("a/base"), Path("k8.v2")]) == [
+        "train",
         "train+",
-        "train++",
         "focus",
         "k8_v2",
     ]
@@ -232,16 +238,34 @@ def test_items_behind_one_prefix_are_drawn_together():
     assert (alone.verdict("k4"), row.verdict("k4")) == ("worse", "within the interval")
 
 
-def test_one_item_gives_no_verdict():
+def test_few_items_give_no_verdict():
+    (row,) = summarise(choices(5), {"base": answers([True] * 5), "k4": answers([False] * 5)})
+    assert row.verdict("k4") == "too few items to tell"
+    (row,) = summarise(choices(6), {"base": answers([True] * 6), "k4": answers([False] * 6)})
+    assert row.verdict("k4") == "worse"
     item = Item("t", "0", "losses", [1, 2], options={"edges": [1]}, answer={"first": 1, "length": 2, "bytes": 3})
     requests = Requests({"t": Task("t", "text_losses", "perplexity")}, [item])
     rows = summarise(requests, {"base": {("t", "0"): {"losses": [1.0]}}, "k4": {("t", "0"): {"losses": [2.0]}}})
-    assert [row.verdict("k4") for row in rows] == ["one item, no interval"] * 2
-    choice = {"gold": 1, "characters": [1, 1], "metrics": ["acc"]}
-    item = Item("t", "0", "loglikelihood", [1], [[1], [2]], answer=choice)
-    requests = Requests({"t": Task("t", "choice", "task")}, [item])
-    (row,) = summarise(requests, {"base": answers([True]), "k4": answers([False])})
-    assert row.verdict("k4") == "one item, no interval" and not row.at_floor
+    assert [row.verdict("k4") for row in rows] == ["too few items to tell"] * 2
+    (row,) = summarise(choices(1), {"base": answers([True]), "k4": answers([False])})
+    assert row.verdict("k4") == "too few items to tell" and not row.at_floor
+
+
+def choices(count):
+    answer = {"gold": 1, "characters": [1, 1], "metrics": ["acc"]}
+    items = [Item("t", str(n), "loglikelihood", [1], [[1], [2]], answer=answer) for n in range(count)]
+    return Requests({"t": Task("t", "choice", "task")}, items)
+
+
+def test_blocks_of_a_document_are_drawn_together():
+    answer, edges = {"first": 1, "length": 4, "bytes": 3}, {"edges": [1, 2]}
+    items = [Item("t", f"{n % 9}:{n}", "losses", [1, 2, 3, 4], options=edges, answer=answer) for n in range(36)]
+    requests = Requests({"t": Task("t", "text_losses", "perplexity")}, items)
+    by_luck = {item.key: {"losses": [1.0 + (item.item[0] == "0"), 1.0]} for item in items}
+    scores = {"base": {item.key: {"losses": [1.0, 1.0]} for item in items}, "k4": by_luck}
+    for row in [*summarise(requests, scores), *by_position(requests, scores)]:
+        assert row.against_base["k4"].drawn_together == 9
+    assert summarise(requests, scores)[0].verdict("k4") == "within the interval"  # one of nine documents is worse
 
 
 def test_what_is_kept_of_the_base_models_recall():

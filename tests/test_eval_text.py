@@ -166,3 +166,9 @@ def test_what_a_user_gets_wrong(tiny, documents):
         retrieval(tokenizer, "noodle", documents, [1000])
     with pytest.raises(ValueError, match="depth"):
         retrieval(tokenizer, "needle", documents, [1000], depths=(50,))
+
+
+def test_a_text_that_has_to_be_repeated_is_named():
+    tokenizer = tiny_random_model()[1]
+    with pytest.warns(UserWarning, match=r"fewer than the length of 1,000: it is repeated"):
+        retrieval(tokenizer, "needle", ["Hello world. This is short."], [1000], per_cell=1)

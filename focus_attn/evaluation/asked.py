@@ -52,6 +52,10 @@ def build(tokenizer: PreTrainedTokenizerBase, asked: Asked, progress: Progress |
     """The requests of everything that is asked for."""
     if not (asked.lengths or asked.tasks or asked.retrieval):
         raise ValueError("nothing is asked for: leave out --no-perplexity, or give --tasks or --retrieval")
+    if asked.tasks and not asked.long and "short" not in asked.forms:
+        raise ValueError(f"--forms {','.join(asked.forms)} need a length: give --long TOKENS, as in --long 4096")
+    if asked.long and not asked.tasks:
+        raise ValueError("--long is the length of the long forms of --tasks: name some")
     documents = default_text().held_out if asked.text is None else read_text(asked.text)
     work: list[Callable[[], Requests]] = []
     for length in asked.lengths:

@@ -1,8 +1,9 @@
 """Paired bootstrap: how sure a difference between two models is that were measured on the same items.
 
 Items (blocks of text, questions) are drawn with replacement and both models are scored on the same draw, so that what
-makes an item hard for both does not widen the interval. Items that stand behind one prefix share its luck: they are
-drawn together, so that an interval says what other prefixes would have given too. Intervals are percentile intervals.
+makes an item hard for both does not widen the interval. Items that stand behind one prefix share its luck, and blocks
+of one document its author: they are drawn together, so that an interval says what other prefixes and documents would
+have given too. Intervals are percentile intervals.
 """
 
 from __future__ import annotations
@@ -123,16 +124,24 @@ def perplexity_interval(
     return _exponential(mean_interval(losses, tokens, together=together, resamples=resamples, seed=seed))
 
 
-def standard_error(values: Values) -> float:
-    """Of the mean of independent items; infinite for fewer than two."""
+def standard_error(values: Values, together: Labels | None = None) -> float:
+    """Of the mean of independent items; infinite for fewer than two. Of items that share their luck, `together`, the
+    sums over each label's are what is independent; the greater error counts."""
     column = torch.as_tensor(values, dtype=torch.float64)
-    return column.std().item() / math.sqrt(len(column)) if len(column) > 1 else math.inf
+    if len(column) < 2:
+        return math.inf
+    alone = column.std().item() / math.sqrt(len(column))
+    bundled = _bundled((column - column.mean())[:, None], together)
+    if bundled is None:
+        return alone
+    count = len(bundled)
+    return max(alone, math.sqrt(bundled.square().sum().item() * count / (count - 1)) / len(column))
 
 
-def errors_above(values: Values, chance: float) -> float:
+def errors_above(values: Values, chance: float, together: Labels | None = None) -> float:
     """By how many standard errors the mean lies above `chance`. Below two, a task is at its floor for this model."""
     column = torch.as_tensor(values, dtype=torch.float64)
-    above, error = column.mean().item() - chance, standard_error(column)
+    above, error = column.mean().item() - chance, standard_error(column, together)
     if error == 0:
         return math.inf if above > 0 else 0.0
     return above / error

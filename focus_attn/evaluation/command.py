@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from focus_attn.bench.options import read_device, read_dtype, read_numbers
+from focus_attn.targets import check_targets
 
 if TYPE_CHECKING:
     from focus_attn.evaluation.requests import Requests
@@ -23,12 +24,12 @@ def evaluate(
     length: Annotated[str, typer.Option(help="Tokens a block, as in 2048,8K.")] = "2048",
     stride: Annotated[int | None, typer.Option(help="Also windows that move by this.")] = None,
     blocks: Annotated[int, typer.Option(help="At most, spread over the text.")] = 16,
-    window: Annotated[int | None, typer.Option(help="Count what is past it; the adapter's.")] = None,
+    window: Annotated[int | None, typer.Option(help="Predictions past it count.")] = None,
     tasks: Annotated[str | None, typer.Option(help="hellaswag,arc,piqa,lambada,... or all.")] = None,
     data: Annotated[Path | None, typer.Option(help="Folder of task files; else the Hub.")] = None,
     limit: Annotated[int | None, typer.Option(help="Items a task, spread over it.")] = None,
     long: Annotated[str | None, typer.Option(help="Tokens of long forms, as in 4096.")] = None,
-    forms: Annotated[str, typer.Option(help="Of tasks; text: behind --text.")] = "short,shots",
+    forms: Annotated[str, typer.Option(help="short; shots, text: with --long.")] = "short,shots",
     retrieval: Annotated[str | None, typer.Option(help="needle,multi_key,... or all.")] = None,
     lengths: Annotated[str, typer.Option(help="Of retrieval.")] = "1K,2K,4K",
     depths: Annotated[str, typer.Option(help="Percent; near 100 the window shows it.")] = "0,20,40,60,80",
@@ -37,7 +38,7 @@ def evaluate(
     write_requests: Annotated[Path | None, typer.Option(metavar="FILE", help="Write what is asked; stop.")] = None,
     score_requests: Annotated[Path | None, typer.Option(metavar="FILE", help="Ask what it has; no lm-eval.")] = None,
     from_scores: Annotated[Path | None, typer.Option(metavar="DIR", help="Sum up; no model.")] = None,
-    output: Annotated[Path | None, typer.Option(metavar="DIR", help="Of scores; it is gone on with.")] = None,
+    output: Annotated[Path | None, typer.Option(metavar="DIR", help="Of the scores, to go on with.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, bf16, fp16 or fp32.")] = "auto",
     batch_tokens: Annotated[int | None, typer.Option(help="Tokens at once.")] = None,
@@ -61,13 +62,23 @@ def evaluate(
     from focus_attn.evaluation.terminal import print_grids, print_positions, print_rows
     from focus_attn.report.terminal import StageBars
 
-    _check_targets(json_file, plot)
+    check_targets(json_file, write_requests)
+    if plot is not None:
+        from focus_attn.report.bench_plots import check_plot_file
+
+        check_plot_file(plot)
+    if output is not None and output.exists() and not output.is_dir():
+        raise ValueError(f"--output is a folder, but {str(output)!r} is a file")
     counts = {"stride": stride, "blocks": blocks, "limit": limit, "per-cell": per_cell, "batch-tokens": batch_tokens}
     for option, value in counts.items():
         if value is not None and value < 1:
             raise ValueError(f"--{option} must be at least 1, got {value}")
     if sum(option is not None for option in (write_requests, score_requests, from_scores)) > 1:
         raise ValueError("--write-requests, --score-requests and --from-scores are three steps: give one of them")
+    if score_requests is not None and (text or tasks or retrieval or long or stride):
+        raise ValueError("--score-requests asks what its file has: --text, --tasks and the like go to --write-requests")
+    if from_scores is not None and (adapter or text or tasks or retrieval):
+        raise ValueError("--from-scores sums up what is in its folder: leave adapters, texts and tasks out")
     console = make_console()
     if from_scores is None:
         compared = None
@@ -136,9 +147,9 @@ def _tokenizer(model: str | None) -> Any:
     """Of a model that is not loaded."""
     from transformers import AutoTokenizer
 
-    from focus_attn.zoo import MODEL_NAME, default_model_folder, quiet_transformers
+    from focus_attn.zoo import MODEL_NAME, default_model_folder, naming, quiet_transformers
 
-    with quiet_transformers():
+    with quiet_transformers(), naming(model or MODEL_NAME):
         tokenizer = AutoTokenizer.from_pretrained(model or default_model_folder())
     if model is None:
         tokenizer.name_or_path = MODEL_NAME
@@ -167,13 +178,3 @@ def _read_depths(depths: str) -> tuple[float, ...]:
     if not all(0 <= depth <= 1 for depth in chosen):
         raise ValueError(f"--depths lie between 0 and 100, got {depths!r}")
     return chosen
-
-
-def _check_targets(json_file: Path | None, plot: Path | None) -> None:
-    """Before measuring, not after."""
-    if json_file is not None and not json_file.parent.is_dir():
-        raise ValueError(f"the folder of {str(json_file)!r} does not exist: create it or choose another place")
-    if plot is not None:
-        from focus_attn.report.bench_plots import check_plot_file
-
-        check_plot_file(plot)

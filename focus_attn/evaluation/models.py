@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from focus_attn.adapters import CONFIG_FILE, WEIGHTS_FILE
 from focus_attn.evaluation.summary import BASE
@@ -57,7 +56,7 @@ def load_compared(
     model_name: str | None, adapters: Sequence[str], dtype: torch.dtype, device: torch.device
 ) -> Compared:
     folders = [find_adapter(adapter) for adapter in adapters]  # before the model, which takes longer
-    names = short_names(folders)
+    names = short_names([Path(adapter) for adapter in adapters])  # on the Hub's side a folder is called by its commit
     model, tokenizer = load(model_name, None, dtype)
     model = model.to(device).eval()
     name = model.config._name_or_path if model_name is None else Path(model_name).name or model_name
@@ -75,7 +74,7 @@ def short_names(folders: Sequence[Path]) -> list[str]:
     for folder in folders:
         name = folder.resolve().name.replace(".", "_")
         name = "focus" if name in (BASE, "adapter", "") else name
-        while name in names or hasattr(nn.ModuleDict(), name):  # "train", say, which no adapter can be called
+        while name in names:
             name += "+"
         names.append(name)
     return names

@@ -13,6 +13,7 @@ RULER (arXiv 2404.06654); the text between the facts is the user's own.
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -67,6 +68,13 @@ def retrieval(
     if wrong := [depth for depth in depths if not 0 <= depth <= 1]:
         raise ValueError(f"a depth lies between 0 (the start) and 1 (the end), got {wrong[0]}")
     haystack = Haystack(tokenizer, documents)
+    if (there := sum(map(len, haystack.sentences))) < max(lengths, default=0):
+        warnings.warn(
+            f"the text has {there:,} tokens, fewer than the length of {max(lengths):,}: it is repeated, and a fact is "
+            "easily told from what repeats; give a longer --text",
+            UserWarning,
+            stacklevel=2,
+        )
     tasks, items = {}, []
     for length in lengths:
         settings = {"length": length, "seed": seed}

@@ -25,7 +25,8 @@ from focus_attn.evaluation.score_file import Key, Score
 FLOOR = 2.0  # standard errors above chance that the base model must have for a task to count
 LEAST_RECALL = 0.5  # of the base model, for a retrieval cell to count
 BASE = "base"
-ONE_ITEM = "one item, no interval"
+FEWEST_ITEMS = 6  # of fewer, all lie on one side by chance alone more often than an interval is wrong
+TOO_FEW = "too few items to tell"
 
 Scores = Mapping[Key, Score]
 
@@ -55,8 +56,8 @@ class Row:
         if model not in self.against_base:
             return ""
         interval = self.against_base[model]
-        if self.n < 2:
-            return ONE_ITEM
+        if self.n < FEWEST_ITEMS:
+            return TOO_FEW
         equal = 1.0 if self.is_ratio else 0.0
         if interval.contains(equal):
             return "within the interval"
@@ -129,10 +130,11 @@ def by_position(requests: Requests, scores: Mapping[str, Scores], resamples: int
                 name: [own[item.key]["losses"][bucket] / (last - first) for item in items]
                 for name, own in scores.items()
             }
-            models = {name: perplexity_interval(column, resamples=resamples) for name, column in columns.items()}
+            drawn: dict[str, Any] = {"together": drawn_together(items), "resamples": resamples}
+            models = {name: perplexity_interval(column, **drawn) for name, column in columns.items()}
             base = columns[base_of(scores)]
             against = {
-                name: perplexity_ratio(base, column, resamples=resamples)
+                name: perplexity_ratio(base, column, **drawn)
                 for name, column in columns.items()
                 if name != base_of(scores)
             }
@@ -163,6 +165,14 @@ def kept_of_base(cells: Sequence[Cell], model: str, base: str = BASE) -> Kept:
     return Kept(paired_ratio(*both), len(counted), len(cells))
 
 
+def drawn_together(items: Sequence[Item]) -> list[str] | None:
+    """What items share their luck with: the prefix they stand behind or, of a text's blocks, their document."""
+    if all(item.kind == "losses" for item in items):
+        return [item.item.partition(":")[0] for item in items]
+    prefixes = [item.prefix for item in items]
+    return None if None in prefixes else prefixes  # type: ignore[return-value]
+
+
 def base_of(scores: Mapping[str, Any]) -> str:
     return BASE if BASE in scores else next(iter(scores))
 
@@ -188,8 +198,7 @@ def _row(
     base = base_of(scores)
     losses = metric in FROM_LOSSES
     one, two = (perplexity_interval, perplexity_ratio) if losses else (mean_interval, paired_difference)
-    prefixes = [item.prefix for item in items]
-    together = None if None in prefixes else prefixes  # what stands behind one prefix shares its luck
+    together = drawn_together(items)
     models = {name: one(column, weights, together=together, resamples=resamples) for name, column in columns.items()}
     against = {
         name: two(columns[base], column, weights, together=together, resamples=resamples)
@@ -202,7 +211,7 @@ def _row(
     else:
         margins = [value - guess for value, guess in zip(columns[base], guesses, strict=True) if guess is not None]
         guessing = sum(guess for guess in guesses if guess is not None) / len(guesses)
-        above = errors_above(margins, 0.0)
+        above = errors_above(margins, 0.0, together)
     kept = {
         name: math.fsum(shares) / len(shares)
         for name, own in scores.items()

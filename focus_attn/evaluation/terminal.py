@@ -12,9 +12,9 @@ from rich.text import Text
 
 from focus_attn.evaluation.bootstrap import Interval
 from focus_attn.evaluation.requests import Requests
-from focus_attn.evaluation.summary import ONE_ITEM, Cell, Row, kept_of_base
+from focus_attn.evaluation.summary import TOO_FEW, Cell, Row, kept_of_base
 
-SHORT = {"within the interval": "within", "base at the floor, not counted": "floor", ONE_ITEM: "n = 1"}
+SHORT = {"within the interval": "within", "base at the floor, not counted": "floor", TOO_FEW: "few"}
 
 # Colour-blind safe, from lost to found.
 SHADES = ("#00204d", "#31446b", "#666970", "#958f78", "#cbba69", "#ffea46")
