@@ -9,7 +9,7 @@ from focus_attn.compare import Comparison, Dataset, Method
 from focus_attn.compare.changes import with_adapters, with_data, with_only
 from focus_attn.compare.quick import NOTE, quick
 from focus_attn.compare.recipe import BASE, find_recipe, merged, recipe_names
-from focus_attn.compare.subject import training_recipe
+from focus_attn.compare.subject import training_recipe, tuning_options
 
 PAPER = [*(f"table{number}" for number in range(1, 11)), "dimension", "domains", "long-context", "groups", "collapse"]
 
@@ -65,6 +65,14 @@ def test_full_attention_is_always_a_row():
         ({"data": {"text": {"lengths": [0]}}}, "whole numbers of at least 2"),
         ({"seeds": []}, "at least one number"),
         ({"bench": {}, "methods": [{"name": "a", "attention": "window"}]}, "leave `methods` out"),
+        ({"methods": [{"name": "a", "attention": "mobaa"}]}, "'a': no baseline 'mobaa'; there are bigbird"),
+        ({"methods": [{"name": "a", "attention": "window", "options": {"windows": 3}}]}, "no option 'windows'; it has"),
+        ({"methods": [{"name": "a", "attention": "sparq", "options": {"keys": -5}}]}, "`keys` must not be negative"),
+        ({"methods": [{"name": "a", "attention": "window", "budget": 1.5}]}, "`budget` is a share"),
+        ({"methods": [{"name": "a", "focus": {}, "budget": 0.1}]}, "`budget` is for peers"),
+        ({"methods": [{"name": "a", "options": {"window": 3}}]}, "`options` are a peer's"),
+        ({"methods": [{"name": "a", "tune": "lora"}]}, "`tune` must hold fields and their values, got 'lora'"),
+        ({"methods": [None]}, "methods"),
     ],
 )
 def test_what_is_wrong_is_said(values, message):
@@ -147,3 +155,28 @@ def test_adapters_take_the_place_of_training():
     assert comparison.seeds_of(methods[1]) == (0, 1)
     with pytest.raises(ValueError, match="ROW=FOLDER"):
         with_adapters(comparison, ["MoBA=one"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1, 2]", "a comparison has fields such as `methods`.*got list"),
+        ("just words", "got str"),
+        ("training: k8", "`training` must hold fields and their values, got 'k8'"),
+        ("methods: [null]", "methods"),
+        ("methods: 3", "`methods` must be a list"),
+    ],
+)
+def test_a_file_that_is_no_comparison(text, message, tmp_path):
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        Comparison.from_yaml(tmp_path / "c.yaml")
+
+
+def test_one_model_needs_no_brackets():
+    assert Comparison.from_dict({"models": "default"}).models == ("default",)
+
+
+def test_a_quick_form_is_quick_whatever_is_not_said():
+    small = quick(Comparison(methods=(Method(name="LoRA", tune={"how": "lora"}),)))
+    assert tuning_options(small, small.methods[1])["steps"] <= 2

@@ -430,3 +430,21 @@ def test_a_table_of_speed_that_is_not_whole_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(bench.Sweep, "rows", lambda self: iter(()))
     with pytest.raises(OutOfTimeError):
         list(bench_cells({"device": "cpu"}, CellStore(tmp_path / FILE), time.monotonic() + 60, print))
+
+
+def test_a_peer_that_cannot_attend_is_a_row_that_failed(tmp_path):
+    rows = (Method(name="Linformer", attention="linformer"), Method(name="window", attention="window"))
+    outcome = run(dataclasses.replace(COMPARISON, methods=rows), settings(tmp_path))
+    _, linformer, window = make_rows([cell for cell in outcome.cells if cell["length"] == 96])
+    assert "causal" in linformer.failed and window.ppl is not None
+
+
+def test_blocks_know_their_documents(tmp_path):
+    outcome = run(dataclasses.replace(COMPARISON, methods=()), settings(tmp_path))
+    assert all(len(cell["documents"]) == len(cell["figures"]["losses"]) for cell in outcome.cells)
+
+
+def test_what_holds_no_cells_is_not_shown(tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"loss": 3}\n')
+    with pytest.raises(ValueError, match="is not a file of cells"):
+        read_cells(tmp_path / "log.jsonl")

@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from focus_attn.targets import check_targets
+
 
 def compare(
     recipe: Annotated[str, typer.Argument(help="A YAML file, or a name: peers, table1 ... table10, dimension, ...")],
@@ -70,9 +72,7 @@ def compare(
     comparison = dataclasses.replace(comparison, **changes)
     if quick:
         comparison = quick_form(comparison)
-    for target in (json_file, plot):
-        if target is not None and not target.parent.is_dir():
-            raise ValueError(f"the folder of {str(target)!r} does not exist: create it or choose another place")
+    check_targets(json_file)
     if plot is not None:
         from focus_attn.report.bench_plots import check_plot_file
 

@@ -9,8 +9,8 @@ from focus_attn.compare.recipe import Comparison, Method
 from focus_attn.compare.subject import training_recipe, tuning_options
 
 PEAK, USED = 989e12, 0.4  # bf16 FLOP/s of an H100 SXM, and the share of it that training reaches
-MEMORY, FILLED = 80e9, 0.7  # bytes of its memory, and the share that weights may take
-BYTES = 2  # of a weight in bf16
+MEMORY, FILLED = 80e9, 0.7  # bytes of its memory, and the share that weights and what belongs to them may take
+BYTES, BYTES_TRAINED = 2, 16  # of a weight in bf16; of a trained one with gradient, fp32 copy and Adam's two moments
 # FLOP a token and parameter: forward; with backward and recomputation, weights frozen or not.
 FORWARD, FROZEN, TRAINED = 2, 6, 8
 
@@ -18,9 +18,9 @@ ASSUMPTIONS = (
     f"Estimated costs: {PEAK / 1e12:.0f} TFLOP/s (H100 SXM, bf16) used to {USED:.0%}, which models below a billion "
     f"parameters do not reach; for each parameter and token {FORWARD} FLOP forward, {FROZEN} in training with frozen "
     f"weights (forward, recomputation, gradient of the activations), {TRAINED} where the weights are trained too; the "
-    "attention's own products, small beside these at such lengths, and loading are left out; weights in bf16 "
-    f"fill at most {FILLED:.0%} of a GPU's {MEMORY / 1e9:.0f} GB. A model that needs several GPUs is spread over them "
-    "by transformers, which was not tried here. Estimates, not measurements."
+    "attention's own products, small beside these at such lengths, and loading are left out; a frozen weight takes "
+    f"{BYTES} bytes, a trained one {BYTES_TRAINED}, of at most {FILLED:.0%} of a GPU's {MEMORY / 1e9:.0f} GB. A model "
+    "that needs several GPUs is spread over them by transformers, which was not tried here. Estimates, no measurements."
 )
 
 
@@ -45,16 +45,18 @@ def estimate(comparison: Comparison, parameters: float, tokens: float | None = N
         tokens: trained on with all weights, instead of what the rows say.
     """
     flop = trained = 0.0
+    bytes_each = BYTES if tokens is None else BYTES_TRAINED
     for method in comparison.methods if tokens is None else ():
         count, each = _training(comparison, method)
         trained += count * len(comparison.seeds_of(method))
         flop += count * len(comparison.seeds_of(method)) * each * parameters
+        bytes_each = BYTES_TRAINED if each == TRAINED else bytes_each
     if tokens is not None:
         trained, flop = tokens, tokens * TRAINED * parameters
     places = sum(length * one.blocks for one in comparison.data.values() for length in one.lengths)
     measured = float(places * sum(len(comparison.seeds_of(method)) for method in comparison.methods))
     flop += measured * FORWARD * parameters
-    gpus = math.ceil(parameters * BYTES / (MEMORY * FILLED))
+    gpus = math.ceil(parameters * bytes_each / (MEMORY * FILLED))
     return Estimate(trained, measured, gpus, flop / (PEAK * USED) / 3600)
 
 

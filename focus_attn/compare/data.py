@@ -20,7 +20,7 @@ from torch import Tensor
 from focus_attn.compare.recipe import Dataset
 from focus_attn.evaluation.perplexity import first_token
 from focus_attn.text import TextSplit, default_text
-from focus_attn.training.blocks import cut_blocks
+from focus_attn.training.blocks import Blocks, cut_blocks
 from focus_attn.training.data import BUILTIN, TokenStore, check_vocabulary, open_tokens
 from focus_attn.training.recipe import Data
 
@@ -69,10 +69,14 @@ class Texts:
 
     def test_blocks(self, length: int, count: int) -> Tensor:
         """[up to `count`, length], each inside one document, evenly spread over the text."""
-        return self._blocks(self.test, length, count)
+        return _cut(self.test, length).rows(count)
+
+    def test_documents(self, length: int, count: int) -> list[int]:
+        """Which document each of these blocks is of."""
+        return _cut(self.test, length).documents(count)
 
     def train_blocks(self, length: int, count: int) -> Tensor:
-        return self._blocks(self.train, length, count)
+        return _cut(self.train, length).rows(count)
 
     def train_documents(self, length: int) -> list[Tensor]:
         """What routers are trained on: the documents, or blocks of `length` where each has a beginning of its own."""
@@ -83,8 +87,9 @@ class Texts:
             for first, last in self.train.documents.tolist()
         ]
 
-    def _blocks(self, store: TokenStore, length: int, count: int) -> Tensor:
-        return cut_blocks(store, length, packing=False, shortest=length).rows(count)
+
+def _cut(store: TokenStore, length: int) -> Blocks:
+    return cut_blocks(store, length, packing=False, shortest=length)
 
 
 def split_store(store: TokenStore) -> tuple[TokenStore, TokenStore]:

@@ -57,10 +57,10 @@ def _tiny() -> tuple[Any, Any]:
 def _from_transformers(name: str, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from focus_attn.zoo import quiet_transformers
+    from focus_attn.zoo import naming, quiet_transformers
 
     local = {"local_files_only": Path(name).is_dir()}
-    with quiet_transformers():
+    with quiet_transformers(), naming(name):
         tokenizer = AutoTokenizer.from_pretrained(name, **local)
         if device.type == "cuda" and torch.cuda.device_count() > 1:  # a model may need them all
             return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map="auto", **local).eval(), tokenizer

@@ -27,15 +27,8 @@ def make_peer(method: Method, model: nn.Module, length: int, budget: float | Non
 def kind_of(method: Method) -> Kind:
     if method.is_focus:
         return "skips"
-    return known(method).kind  # type: ignore[attr-defined]
+    return BASELINES[method.attention].kind  # type: ignore[attr-defined]
 
 
 def needs_text(method: Method) -> bool:
-    return not method.is_focus and hasattr(known(method), "fit")
-
-
-def known(method: Method) -> object:
-    if method.attention not in BASELINES:
-        names = ", ".join(sorted(BASELINES))
-        raise ValueError(f"{method.name!r}: no baseline {method.attention!r}; there are {names}")
-    return BASELINES[method.attention]
+    return not method.is_focus and hasattr(BASELINES[method.attention], "fit")

@@ -97,6 +97,7 @@ def _panel(axes: Any, rows: Sequence[Row], cost: str, top: float) -> None:
             fontsize=7,
             color=_color(row),
             va="center",
+            bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
             arrowprops={"arrowstyle": "-", "linewidth": 0.4, "color": _color(row), "relpos": (0, 0.5)},
         )
 

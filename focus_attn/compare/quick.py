@@ -11,6 +11,7 @@ from typing import Any
 
 from focus_attn.compare.models import TINY
 from focus_attn.compare.recipe import Comparison, Dataset, Method, merged
+from focus_attn.compare.subject import TUNING
 
 SHRINK = 8  # lengths and windows are divided by it, so that shares of pairs stay what they are
 TOKENS = ("window", "num_sinks", "keys", "heavy", "recent", "block_size", "length")  # options counted in tokens
@@ -31,7 +32,7 @@ def quick(comparison: Comparison) -> Comparison:
         data={name: _small_data(one) for name, one in comparison.data.items()},
         methods=tuple(map(_small_method, comparison.methods)),
         training=_small_training(comparison.training) or UNSAID,
-        tuning=_small_tuning(comparison.tuning),
+        tuning=_small_tuning({**TUNING, **comparison.tuning}),
         seeds=comparison.seeds[:1],
         window=comparison.window // SHRINK,
         note=NOTE,

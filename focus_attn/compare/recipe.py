@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from focus_attn.baselines import BASELINES
 from focus_attn.training.fields import check_fields, flag, integer, read_record, refuse_unknown, string
 from focus_attn.training.recipe import _yaml
 
@@ -56,7 +58,7 @@ class Method:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.tune is not None:
-            object.__setattr__(self, "tune", _numbers(self.tune))
+            object.__setattr__(self, "tune", _numbers("tune", self.tune))
         if sum((self.attention != "full", self.focus is not None, self.adapter is not None)) > 1:
             raise ValueError(f"{self.name!r}: `attention`, `focus` and `adapter` exclude each other: give one of them")
         if self.serve and not self.is_focus:
@@ -72,8 +74,28 @@ class Method:
                 raise ValueError(f"{self.name!r}: a peer that is trained needs a share as `budget`, such as 0.2")
             if self.tune.get("how") not in get_args(How):
                 raise ValueError(f"{self.name!r}: `tune.how` must be one of {', '.join(get_args(How))}")
+        self._check_peer()
+
+    def _check_peer(self) -> None:
+        """What a row would otherwise be told after those above it were trained and measured."""
         if isinstance(self.budget, bool) or not isinstance(self.budget, float | int | str | None):
             raise TypeError(f"{self.name!r}: `budget` must be a share or the name of a row, got {self.budget!r}")
+        if isinstance(self.budget, float | int) and not 0 < self.budget <= 1:
+            raise ValueError(f"{self.name!r}: `budget` is a share of the dense multiply-adds, got {self.budget}")
+        if self.budget is not None and (self.is_focus or self.attention == "full"):
+            raise ValueError(f"{self.name!r}: `budget` is for peers; Focus has one in its `training` stages")
+        if self.options and self.attention == "full":
+            raise ValueError(f"{self.name!r}: `options` are a peer's: name one as `attention`")
+        if self.attention not in BASELINES:
+            names = ", ".join(sorted(BASELINES))
+            raise ValueError(f"{self.name!r}: no baseline {self.attention!r}; there are {names}")
+        known = inspect.signature(BASELINES[self.attention]).parameters
+        if unknown := sorted(self.options.keys() - known.keys()):
+            names = ", ".join(known) or "none"
+            raise ValueError(f"{self.name!r}: {self.attention} has no option {unknown[0]!r}; it has {names}")
+        for name, value in self.options.items():
+            if isinstance(value, int | float) and value < 0:
+                raise ValueError(f"{self.name!r}: `{name}` must not be negative, got {value}")
 
     @property
     def is_focus(self) -> bool:
@@ -124,10 +146,12 @@ class Comparison:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if isinstance(self.models, str):
+            object.__setattr__(self, "models", (self.models,))
         for name in ("methods", "models", "published", "not_run"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         object.__setattr__(self, "seeds", _whole_numbers("seeds", self.seeds))
-        object.__setattr__(self, "tuning", _numbers(self.tuning))
+        object.__setattr__(self, "tuning", _numbers("tuning", self.tuning))
         if self.bench is None:
             self._check_methods()
         elif self.methods:
@@ -186,8 +210,11 @@ class Comparison:
         yaml, path = _yaml(), Path(path)
         try:
             values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-            for holder in (values, *(values.get("methods") or [])):
-                if "training" in holder:
+            if not isinstance(values, dict):
+                raise TypeError(f"a comparison has fields such as `methods` and `data`, got {type(values).__name__}")
+            methods = values.get("methods") or []
+            for holder in (values, *(methods if isinstance(methods, list) else ())):
+                if isinstance(holder, dict) and "training" in holder:
                     holder["training"] = _like(holder["training"], path.parent)
             return cls.from_dict(values)
         except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -212,6 +239,7 @@ def recipe_names() -> list[str]:
 def _like(training: dict[str, Any], folder: Path) -> dict[str, Any]:
     """`like: NAME` stands for what the training recipe NAME.yaml says, beside this file or one of the repository's; the
     rest changes it."""
+    _check_mapping("training", training)
     name = training.pop("like", None)
     if name is None:
         return training
@@ -246,8 +274,14 @@ def plain(value: Any) -> Any:
     return [plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+def _check_mapping(name: str, values: Any) -> None:
+    if not isinstance(values, Mapping):
+        raise TypeError(f"`{name}` must hold fields and their values, got {values!r}")
+
+
+def _numbers(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """YAML takes 1e-4, which has no dot, for a string."""
+    _check_mapping(name, values)
     read: dict[str, Any] = dict(values)
     for name, value in values.items():
         if isinstance(value, str):

@@ -37,9 +37,12 @@ compared across the columns, only what a method does to its own base model.
 
 - Perplexities count predictions past the first window, on text that nothing was trained on, in non-overlapping blocks.
 - "over full" is the ratio to the same model with full attention, with a 95 % interval by 1,000 paired resamples of the
-  blocks. Where rows were trained with several seeds, the range of the seeds stands beside the mean.
+  documents, each with all its blocks (Gemma's tables and Python's documentation: of the blocks alone, which makes
+  narrower intervals). Where rows were trained with several seeds, the range of the seeds stands beside the mean.
 - Multiply-adds are a share of full causal attention, selection and routers included. Times are of one layer's attention
   as implemented here, called eagerly: most peers are plain PyTorch under a mask, so multiply-adds are fairer to them.
+  Where a table's rows were measured on several days, their times differ by the machine and the kernels of the day too:
+  sentences on time set rows of one day side by side.
 - `focus compare NAME --quick` tries any of them in about a minute on a CPU, with a tiny random model.
 """
 
@@ -187,9 +190,13 @@ def speedups(cells: Sequence[Cell], results: Path) -> dict[str, str]:
 def _made_by(found: Mapping[str, Any]) -> str:
     if not found:
         return ""
-    run = found["cells"][0]["run"]
+    runs = [cell["run"] for cell in found["cells"]]
+    days: dict[str, dict[str, None]] = {}
+    for run in sorted(runs, key=lambda run: run["date"]):
+        days.setdefault(run["date"], {})[run["commit"] or "unknown"] = None
+    made = "; ".join(f"{day}, commit{'s' * (len(commits) > 1)} {', '.join(commits)}" for day, commits in days.items())
     files = ", ".join(f"[{file.name}](../results/compare/{file.name})" for file in found["files"])
-    return f" ({run['gpu'] or run['cpu']}, torch {run['torch']}, {run['date']}, commit {run['commit']}: {files})"
+    return f" ({runs[0]['gpu'] or runs[0]['cpu']}, torch {runs[0]['torch']}, {made}: {files})"
 
 
 def _cells(row: Row) -> list[str]:

@@ -118,7 +118,9 @@ class _Model:
             settings.progress,
             settings.log,
         )
-        self.requests = settings.requests if comparison.tasks else None
+        if settings.requests is not None and not comparison.tasks:
+            raise ValueError("this comparison has no benchmarks (`tasks: true`): leave --requests out")
+        self.requests = settings.requests
         if self.requests is not None and len(comparison.models) > 1:
             raise ValueError("--requests holds tokens of one model: give that --model alone")
         self.score_files: dict[str, Path] = {}
@@ -254,6 +256,7 @@ class _Model:
             "trained_parameters": subject.trained_parameters,
             "training": subject.training,
             "budget": self._budget(method, place),
+            "documents": self.texts[place.data].test_documents(place.length, place.blocks),
         }
         if subject.failed is not None:
             return cell | {"failed": subject.failed}
@@ -269,7 +272,12 @@ class _Model:
         cell["peer"] = None if peer is None else str(peer)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # a peer that looks ahead is marked in the table
-            figures = measure(subject.model, peer, blocks, self.comparison.window, report)
+            try:
+                figures = measure(subject.model, peer, blocks, self.comparison.window, report)
+            except ValueError as error:  # a peer may find out only when it attends that it cannot, as Linformer does
+                if peer is None:
+                    raise
+                return cell | {"failed": str(error)}
             if not all(map(math.isfinite, figures.losses)):
                 return cell | {"failed": "its loss is not a number"}
             cell["figures"] = figures.to_dict()

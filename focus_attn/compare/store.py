@@ -60,9 +60,12 @@ def _read_lines(path: Path) -> list[Cell]:
     if len(whole) < len(content):
         path.write_bytes(whole)
     try:
-        return [json.loads(line) for line in whole.splitlines()]
+        cells = [json.loads(line) for line in whole.splitlines()]
     except json.JSONDecodeError as error:
         raise ValueError(f"{str(path)!r} is not a file of cells: {error}") from None
+    if not all(isinstance(cell, dict) and "key" in cell for cell in cells):
+        raise ValueError(f"{str(path)!r} is not a file of cells, as a run keeps them in {FILE} of its --out folder")
+    return cells
 
 
 @cache

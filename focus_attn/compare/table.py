@@ -39,15 +39,17 @@ class Row:
     ppl: float | None = None  # geometric mean over seeds
     lowest: float | None = None  # of the seeds
     highest: float | None = None
-    over_base: Interval | None = None  # perplexity over full attention's, blocks resampled
+    over_base: Interval | None = None  # perplexity over full attention's, blocks of a document resampled together
     pairs_kept: float | None = None
     multiply_adds: float | None = None
     ms: float | None = None  # a layer's attention
     dense_ms: float | None = None  # the fastest dense one, in the same run
+    day: str | None = None  # of the measurement
     dominance: float | None = None
     trained_parameters: int = 0
     leaking: bool = False  # it looks at later tokens, so that it is not ranked
     losses: tuple[float, ...] = field(default=(), repr=False)  # of each block, mean over seeds
+    documents: tuple[int, ...] | None = field(default=None, repr=False)  # of each block; None: an older cell
 
     @property
     def speedup(self) -> float | None:
@@ -55,7 +57,7 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         values = asdict(self)
-        del values["losses"]
+        del values["losses"], values["documents"]
         return {**values, "place": self.place._asdict(), "block": BLOCKS[self.kind]}
 
 
@@ -95,19 +97,30 @@ def verdicts(rows: Sequence[Row], place: Place) -> list[str]:
         for what, cost in (("multiply-adds", "multiply_adds"), ("time", "ms")):
             limit = getattr(focus, cost)
             rivals = [row for row in peers if limit and (getattr(row, cost) or limit * 2) <= SAME_COST * limit]
+            if cost == "ms":  # machines and kernels differ from day to day
+                rivals = [row for row in rivals if row.day == focus.day]
             if rivals:
-                sentences.append(_verdict(focus, min(rivals, key=lambda row: row.ppl or 0.0), len(rivals), what))
+                best = min(rivals, key=lambda row: row.ppl or 0.0)
+                shown = _cost_shown(cost, limit, getattr(best, cost))
+                sentences.append(_verdict(focus, best, len(rivals), what, shown))
     return sentences
 
 
-def _verdict(focus: Row, best: Row, rivals: int, what: str) -> str:
-    ratio = perplexity_ratio(best.losses, focus.losses)
+def _cost_shown(cost: str, ours: float, theirs: float) -> str:
+    if cost == "ms":
+        return f"{ours:.3g} against {theirs:.3g} ms a layer"
+    return f"{ours:.1%} against {theirs:.1%} of the multiply-adds"
+
+
+def _verdict(focus: Row, best: Row, rivals: int, what: str, costs: str) -> str:
+    ratio = perplexity_ratio(best.losses, focus.losses, together=focus.documents)
     clear = "" if not ratio.contains(1.0) else ", which the interval does not tell apart"
     if ratio.n < 2:
         clear = ", of one block, which tells nothing of another"
     tuned = " (whose weights were trained too)" if best.trained_parameters else ""
-    compared = f"{focus.ppl:.2f} against {best.ppl:.2f} of {best.name}{tuned}, ratio {ratio}{clear}"
-    among = f"of the {rivals} peer{'s that skip' if rivals != 1 else ' that skips'} work at no more {what}"
+    compared = f"{focus.ppl:.2f} against {best.ppl:.2f} of {best.name}{tuned}, ratio {ratio}{clear}; {costs}"
+    skipping = "peers that skip" if rivals != 1 else "peer that skips"
+    among = f"of the {rivals} {skipping} work at about the same {what} or less"
     if ratio.estimate < 1:
         return f"{focus.name} comes before the best {among}: {compared}."
     return f"{focus.name} is NOT first: the best {among} is {best.name}: {compared}."
@@ -127,20 +140,23 @@ def _row(place: Place, name: str, cells: list[Cell], base: tuple[float, ...] | N
         return Row(**described, failed=first["failed"])
     ppls = [cell["figures"]["ppl"] for cell in measured]
     losses = _losses(measured)
+    documents = tuple(measured[0]["documents"]) if "documents" in measured[0] else None
     return Row(
         **described,
         ppl=statistics.geometric_mean(ppls),
         lowest=min(ppls),
         highest=max(ppls),
-        over_base=None if base is None or _is_base(first) else perplexity_ratio(base, losses),
+        over_base=None if base is None or _is_base(first) else perplexity_ratio(base, losses, together=documents),
         pairs_kept=_mean(measured, "figures", "pairs_kept"),
         multiply_adds=_mean(measured, "figures", "multiply_adds"),
         ms=_mean(measured, "timing", "ms"),
         dense_ms=_mean(measured, "timing", "dense_ms"),
+        day=measured[0]["run"]["date"],
         dominance=_mean(measured, "figures", "dominance"),
         trained_parameters=first["trained_parameters"],
         leaking=any(cell["figures"]["leaking"] for cell in measured),
         losses=losses,
+        documents=documents,
     )
 
 
