@@ -17,7 +17,7 @@ PlotFile = Annotated[Path | None, typer.Option("--plot", help="Draw it: .png or 
 Lengths = Annotated[str | None, typer.Option(help="As in 4096,8K,1M.")]
 Dtype = Annotated[str, typer.Option(help="auto, bf16, fp16 or fp32.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")]
-Seconds = Annotated[float | None, typer.Option(help="Begin no length that ends later.")]
+Seconds = Annotated[float | None, typer.Option(help="60, on a GPU 300: no length that ends later.")]
 Repeats = Annotated[int | None, typer.Option(help="Timed runs; fewer of slow ones.")]
 
 

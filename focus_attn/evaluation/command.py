@@ -80,6 +80,7 @@ def evaluate(
     if from_scores is not None and (adapter or text or tasks or retrieval):
         raise ValueError("--from-scores sums up what is in its folder: leave adapters, texts and tasks out")
     console = make_console()
+    order: list[str] = []
     if from_scores is None:
         compared = None
         if write_requests is None:
@@ -113,12 +114,13 @@ def evaluate(
             console.print(f"{len(requests.items):,} items in {len(requests.tasks)} tasks: {write_requests}")
             return
         assert compared is not None
+        order = compared.names
         from_scores = output or Path("runs") / f"eval-{_short_digest(requests, compared)}"
         with StageBars(console) as bars:
             score_all(compared, requests, from_scores, batch_tokens=batch_tokens, progress=bars)
         if len(compared.names) == 1:
             console.print("The base model alone: give --adapter to set Focus beside it.")
-    result = sum_up(from_scores)
+    result = sum_up(from_scores, order=order)
     print_rows(console, result.requests, result.rows, result.base)
     print_positions(console, result.positions, result.base)
     print_grids(console, result.cells, result.base)

@@ -9,6 +9,7 @@ A folder can be carried to another machine, gone on with after an interruption, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -126,12 +127,14 @@ def score_model(
     scorer.score(scores, None if progress is None else partial(progress, f"scoring {name}"))
 
 
-def sum_up(folder: Path, resamples: int = RESAMPLES) -> Evaluation:
-    """The results of a folder of scores."""
+def sum_up(folder: Path, resamples: int = RESAMPLES, order: Sequence[str] = ()) -> Evaluation:
+    """The results of a folder of scores: the base model, then the others as in `order`, then the rest by name."""
     if not (folder / ITEMS).is_file():
         raise ValueError(f"no {ITEMS} in {str(folder)!r}: it is not a folder that `focus eval` has scored into")
     requests = Requests.load(folder / ITEMS)
-    files = sorted((file for file in folder.glob("*.jsonl") if file.name != ITEMS), key=lambda file: file.stem != BASE)
+    places = {name: place for place, name in enumerate((BASE, *order))}
+    files = [file for file in folder.glob("*.jsonl") if file.name != ITEMS]
+    files.sort(key=lambda file: (places.get(file.stem, len(places)), file.stem))
     if not files:
         raise ValueError(f"no scores in {str(folder)!r}: `focus eval --score-requests FILE --output DIR` makes them")
     runs, scores = {}, {}
