@@ -25,7 +25,7 @@ from focus_attn.compare.data import read_tokens
 from focus_attn.evaluation import Perplexity, block_perplexity, group_shares, perplexity_ratio
 from focus_attn.evaluation.perplexity import first_token
 from focus_attn.training import Recipe, probe_groups, train
-from focus_attn.training.blocks import cut_blocks
+from focus_attn.training.blocks import Blocks, cut_blocks
 from focus_attn.training.checkpoint import base_parameters
 from focus_attn.training.data import open_tokens, read_documents
 from focus_attn.training.recipe import Data
@@ -47,17 +47,22 @@ def documents(path: Path, tokenizer: Any) -> list[torch.Tensor]:
 
 def blocks(texts: list[torch.Tensor], length: int, most: int, tokenizer: Any = None) -> torch.Tensor:
     """At most this many blocks [n, length], evenly spread. tokenizer: they begin as it begins a text."""
+    return _cut(texts, length, tokenizer).rows(most)
+
+
+def _cut(texts: list[torch.Tensor], length: int, tokenizer: Any = None) -> Blocks:
     store = open_tokens(texts, tokenizer, Data())
     if tokenizer is not None:  # ids are taken as they are: they do not say how a text begins
         store = dataclasses.replace(store, begin=tuple(first_token(tokenizer)))
-    return cut_blocks(store, length, packing=False, shortest=length).rows(most)
+    return cut_blocks(store, length, packing=False, shortest=length)
 
 
-def compared(focus: Perplexity, base: Perplexity) -> dict[str, Any]:
+def compared(focus: Perplexity, base: Perplexity, documents: list[int] | None = None) -> dict[str, Any]:
+    """documents: which one each block is of; blocks of one are drawn together."""
     return {
         "base_ppl": base.ppl,
         "ppl": focus.ppl,
-        "ratio": perplexity_ratio(base.block_losses, focus.block_losses).to_dict(),
+        "ratio": perplexity_ratio(base.block_losses, focus.block_losses, together=documents).to_dict(),
         "last_half_ratio": focus.ppl_last_half / base.ppl_last_half,
         "pairs_kept": focus.pairs_kept,
         "length": focus.length,
@@ -91,12 +96,12 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_default_model(dtype=torch.bfloat16, device=device)
     read = {path: documents(path, tokenizer) for path in (*options.train, options.test, options.elsewhere) if path}
-    held_out = {
-        "8192": blocks(read[options.test], 8192, options.blocks),
-        "2048": blocks(read[options.test], 2048, 2 * options.blocks),
-    }
+    asked = {"8192": (options.test, 8192, options.blocks), "2048": (options.test, 2048, 2 * options.blocks)}
     if options.elsewhere:
-        held_out["elsewhere"] = blocks(read[options.elsewhere], 2048, 1 << 30)
+        asked["elsewhere"] = (options.elsewhere, 2048, 1 << 30)
+    cut = {name: _cut(read[text], length) for name, (text, length, _) in asked.items()}
+    held_out = {name: cut[name].rows(most) for name, (_, _, most) in asked.items()}
+    of = {name: cut[name].documents(most) for name, (_, _, most) in asked.items()}
     base = {name: block_perplexity(model, ids) for name, ids in held_out.items()}
 
     recipe = dataclasses.replace(Recipe.from_yaml(options.recipe), seed=options.seed, evaluate_every=0)
@@ -110,7 +115,7 @@ def main() -> None:
         training = {"recipe": recipe.to_dict(), "train_tokens": sum(map(len, text)), "seconds": result.seconds}
         model = result.model
     cast_parameters(base_parameters(model).values(), torch.bfloat16)  # one that was trained is in fp32
-    figures = {name: compared(block_perplexity(model, ids), base[name]) for name, ids in held_out.items()}
+    figures = {name: compared(block_perplexity(model, ids), base[name], of[name]) for name, ids in held_out.items()}
     largest = largest_groups(model, held_out["8192"][:8])
     begun = {"go_on_from": Path(options.go_on_from).name} if options.go_on_from else {}
     write_json(options.json, {**begun, **training, "largest_group": largest, **figures})
