@@ -112,6 +112,8 @@ def main() -> None:
     if not options.measure_alone:
         text = [document for path in options.train for document in read[path]]
         result = train(model, text, recipe, tokenizer=tokenizer, output=options.save, device=device)
+        if not result.finished:
+            raise SystemExit(128 + (result.signal or 0))  # the same command goes on; there is nothing to measure yet
         training = {"recipe": recipe.to_dict(), "train_tokens": sum(map(len, text)), "seconds": result.seconds}
         model = result.model
     cast_parameters(base_parameters(model).values(), torch.bfloat16)  # one that was trained is in fp32

@@ -39,7 +39,7 @@ class Trial:
 
     @property
     def name(self) -> str:
-        return f"{self.recipe.stem}_s{self.seed}"
+        return f"{self.recipe.stem}_s{self.seed}".replace(".", "_")  # as `focus eval` calls its folder
 
     @property
     def adapter(self) -> Path:
@@ -94,7 +94,9 @@ def trained(trials: Sequence[Trial], texts: Sequence[str], at_once: int) -> Iter
                     print(f"{trial.name}: failed, {trial.record.with_suffix('.log')} says why", flush=True)
     finally:
         for process in running.values():
-            process.terminate()  # it ends with a checkpoint
+            process.terminate()
+        for process in running.values():
+            process.wait()
 
 
 def score(trial: Trial, requests: Path, scores: Path) -> None:
@@ -108,6 +110,8 @@ def ranked(trials: Sequence[Trial], scores: Path) -> list[dict[str, Any]]:
     found = []
     for trial in trials:
         mine = [row for row in rows if trial.name in row.against_base]
+        if not mine:
+            raise ValueError(f"{trial.name} has no scores in {str(scores)!r}")
         found.append(
             {
                 "name": trial.name,
@@ -133,15 +137,21 @@ def main() -> None:
     options = parser.parse_args()
     if missing := [str(file) for file in (*options.recipes, options.requests) if not file.is_file()]:
         parser.error(f"no such file: {missing[0]}")
-    if len({file.stem for file in options.recipes}) < len(options.recipes):
-        parser.error("two recipes have files of one name: their adapters would have one too")
     texts = [word for path in options.train for word in ("--train", path)] + ["--test", options.test]
     texts += ["--elsewhere", options.elsewhere] if options.elsewhere else []
     options.output.mkdir(parents=True, exist_ok=True)
     trials = [Trial(recipe, seed, options.output) for recipe in options.recipes for seed in range(options.seeds)]
+    if len({trial.name for trial in trials}) < len(trials):
+        parser.error("two recipes have files of one name: their adapters would have one too")
     done = []
     for trial in trained(trials, texts, options.at_once):
-        score(trial, options.requests, options.output / "scores")
+        try:
+            score(trial, options.requests, options.output / "scores")
+        except subprocess.CalledProcessError as error:  # the others are not lost by it
+            print(
+                f"{trial.name}: its questions failed ({error.returncode}); the same command asks them again", flush=True
+            )
+            continue
         done.append(trial)
         choice = ranked(done, options.output / "scores")
         write_json(options.output / "choice.json", {"bars": BARS, "trials": choice})

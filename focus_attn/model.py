@@ -356,6 +356,8 @@ class FocusModel(nn.Module, PushToHubMixin):
             )
         if hub_options.pop("safe_serialization", True) is False:
             raise ValueError("adapters are saved as safetensors alone: leave `safe_serialization` out")
+        if push_to_hub and state_dict is not None:
+            raise ValueError("what is pushed is saved once more, without `state_dict`: save it, and upload the folder")
         if not is_main_process:
             return
         tensors = self._router_tensors(name, state_dict)

@@ -401,6 +401,8 @@ def test_a_gathered_state_dict_is_what_is_saved_by_one_process(tmp_path):
     gathered = {name: torch.full_like(tensor, 0.5) for name, tensor in model.state_dict().items()}
     model.save_pretrained(tmp_path / "first", state_dict=gathered)
     assert all(bool((x == 0.5).all()) for x in read_adapter(tmp_path / "first").tensors.values())
+    with pytest.raises(ValueError, match="saved once more, without `state_dict`"):
+        model.save_pretrained(tmp_path / "third", state_dict=gathered, push_to_hub=True)
     with pytest.raises(ValueError, match="`state_dict` holds no"):
         model.save_pretrained(tmp_path / "third", state_dict={})
     assert not (tmp_path / "third").exists()

@@ -25,14 +25,14 @@ def record(test=0.99, pairs=0.19, elsewhere=1.01, worst=0.4):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("one.yaml", "two.yaml", "three.yaml", "q.jsonl"):
+    for name in ("one.yaml", "two.v1.yaml", "three.yaml", "q.jsonl"):
         (tmp_path / name).touch()
     return tmp_path
 
 
 def test_the_one_that_keeps_to_the_bars_and_loses_least_comes_first(folder, monkeypatch, capsys):
-    made = {"one_s0": record(test=1.01), "two_s0": record(), "three_s0": record()}
-    right = {"base": [True] * 40, "one_s0": [True] * 40, "two_s0": [False] * 40, "three_s0": [True] * 40}
+    made = {"one_s0": record(test=1.01), "two_v1_s0": record(), "three_s0": record()}
+    right = {"base": [True] * 40, "one_s0": [True] * 40, "two_v1_s0": [False] * 40, "three_s0": [True] * 40}
 
     class Done:
         def poll(self):
@@ -55,11 +55,11 @@ def test_the_one_that_keeps_to_the_bars_and_loses_least_comes_first(folder, monk
     monkeypatch.setattr(choose_adapter, "begin_training", train)
     monkeypatch.setattr(choose_adapter, "score", score)
     monkeypatch.setattr(choose_adapter.time, "sleep", lambda seconds: None)
-    arguments = ["choose", "one.yaml", "two.yaml", "three.yaml", "--at-once", "2", "--output", "out", *TEXTS]
+    arguments = ["choose", "one.yaml", "two.v1.yaml", "three.yaml", "--at-once", "2", "--output", "out", *TEXTS]
     monkeypatch.setattr(sys, "argv", arguments)
     choose_adapter.main()
     found = json.loads((folder / "out" / "choice.json").read_text())
-    assert [one["name"] for one in found["trials"]] == ["three_s0", "two_s0", "one_s0"]
+    assert [one["name"] for one in found["trials"]] == ["three_s0", "two_v1_s0", "one_s0"]
     assert found["trials"][2]["over_the_bars"] == ["test"] and found["trials"][1]["worse"] == ["t, acc"]
     assert "three_s0: nothing speaks against it" in capsys.readouterr().out
     monkeypatch.setattr(choose_adapter, "begin_training", lambda *args: pytest.fail("it was there"))

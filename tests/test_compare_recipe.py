@@ -73,6 +73,13 @@ def test_full_attention_is_always_a_row():
         ({"methods": [{"name": "a", "options": {"window": 3}}]}, "`options` are a peer's"),
         ({"methods": [{"name": "a", "tune": "lora"}]}, "`tune` must hold fields and their values, got 'lora'"),
         ({"methods": [None]}, "methods"),
+        ({"methods": [{"name": "a", "attention": "window", "options": [1]}]}, "options` must hold fields"),
+        (
+            {"methods": [{"name": "a", "attention": "moba", "budget": 0.2, "options": {"top_blocks": 3}}]},
+            "no option 'top_blocks' beside a `budget`; it has block_size, num_sinks",
+        ),
+        ({"methods": [{"name": "a", "attention": "linformer", "budget": 0.2}]}, "no knob that a `budget` could turn"),
+        ({"methods": [{"name": "a", "attention": "loki", "options": {"axes": {}}}]}, "no option 'axes'; it has"),
     ],
 )
 def test_what_is_wrong_is_said(values, message):

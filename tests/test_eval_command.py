@@ -179,11 +179,12 @@ def answers(right):
 
 
 def test_an_adapters_folder_may_be_called_anything():
-    assert short_names([Path("a/train"), Path("b/train"), Path("a/base"), Path("k8.v2")]) == [
+    assert short_names([Path("a/train"), Path("b/train"), Path("a/base"), Path("k8.v2"), Path("items")]) == [
         "train",
         "train+",
         "focus",
         "k8_v2",
+        "items+",
     ]
 
 

@@ -181,14 +181,17 @@ def test_an_interrupted_training_is_no_success(folder, monkeypatch):
     assert result.exit_code == 128 + signal.SIGTERM and "the same command goes on" in result.output
 
 
-def test_an_adapter_that_no_run_has_left_is_not_written_over(folder, first):
+def test_an_adapter_that_no_run_has_left_is_not_written_over(folder, first, monkeypatch):
     command = [*first, "recipe.yaml", "--output", "by_hand"]
     shutil.copytree(folder / "first", folder / "by_hand", ignore=shutil.ignore_patterns("run.json", "checkpoints"))
     before = (folder / "by_hand" / "focus_model.safetensors").read_bytes()
     refused = run(app, command)
     assert refused.exit_code == 1 and "would be written over" in refused.output
     assert (folder / "by_hand" / "focus_model.safetensors").read_bytes() == before
-    assert run(app, [*command, "--no-resume"]).exit_code == 0
+    with monkeypatch.context() as patch:  # anew, and stopped before there was a checkpoint
+        patch.setattr("focus_attn.training.loop._start", lambda *args: 1 / 0)
+        run(app, [*command, "--no-resume"])
+    assert run(app, command).exit_code == 0
 
 
 def test_routers_that_begin_at_random_are_named(folder):

@@ -83,4 +83,7 @@ def make_baseline(
         raise ValueError(f"{name} has no knob that a `budget` could turn: make it without one")
     check_budget(budget, length)
     assert length is not None
-    return within(budget, attention_shape(model, length), **options)
+    try:
+        return within(budget, attention_shape(model, length), **options)
+    except TypeError as error:
+        raise ValueError(f"{name}: a `budget` and these options do not go together ({error})") from error

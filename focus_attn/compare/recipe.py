@@ -84,15 +84,17 @@ class Method:
             raise ValueError(f"{self.name!r}: `budget` is a share of the dense multiply-adds, got {self.budget}")
         if self.budget is not None and (self.is_focus or self.attention == "full"):
             raise ValueError(f"{self.name!r}: `budget` is for peers; Focus has one in its `training` stages")
+        _check_mapping(f"{self.name}: options", self.options)
         if self.options and self.attention == "full":
             raise ValueError(f"{self.name!r}: `options` are a peer's: name one as `attention`")
         if self.attention not in BASELINES:
             names = ", ".join(sorted(BASELINES))
             raise ValueError(f"{self.name!r}: no baseline {self.attention!r}; there are {names}")
-        known = inspect.signature(BASELINES[self.attention]).parameters
-        if unknown := sorted(self.options.keys() - known.keys()):
+        known = options_of(self.attention, budget=self.budget is not None)
+        if unknown := sorted(self.options.keys() - set(known)):
+            where = " beside a `budget`" if self.budget is not None else ""
             names = ", ".join(known) or "none"
-            raise ValueError(f"{self.name!r}: {self.attention} has no option {unknown[0]!r}; it has {names}")
+            raise ValueError(f"{self.name!r}: {self.attention} has no option {unknown[0]!r}{where}; it has {names}")
         for name, value in self.options.items():
             if isinstance(value, int | float) and value < 0:
                 raise ValueError(f"{self.name!r}: `{name}` must not be negative, got {value}")
@@ -221,6 +223,24 @@ class Comparison:
             raise ValueError(f"{str(path)!r} is not YAML: {' '.join(str(error).split())}") from None
         except (TypeError, ValueError) as error:
             raise ValueError(f"{str(path)!r}: {error}") from None
+
+
+def options_of(attention: str, budget: bool) -> list[str]:
+    """The options that a row may give a peer: its settings, without what it fits to text; of one at a cost those that
+    its cost does not settle."""
+    maker: Any = BASELINES[attention]
+    of = dataclasses.fields(maker) if dataclasses.is_dataclass(maker) else ()
+    fitted = {"budget", *(one.name for one in of if one.default_factory is not dataclasses.MISSING)}
+    own = [name for name in inspect.signature(maker).parameters if name not in fitted]
+    if not budget:
+        return own
+    within = getattr(maker, "within", None)
+    if within is None:
+        raise ValueError(f"{attention} has no knob that a `budget` could turn: leave it out")
+    settled = inspect.signature(within).parameters
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in settled.values()):
+        return own
+    return [name for name in settled if name not in ("budget", "shape")]
 
 
 def find_recipe(name: str) -> Path:

@@ -102,6 +102,11 @@ class _Model:
         self, comparison: Comparison, name: str, settings: Settings, store: CellStore, deadline: float
     ) -> None:
         self.comparison, self.settings, self.store, self.deadline = comparison, settings, store, deadline
+        self.requests = settings.requests
+        if self.requests is not None and not comparison.tasks:
+            raise ValueError("this comparison has no benchmarks (`tasks: true`): leave --requests out")
+        if self.requests is not None and len(comparison.models) > 1:
+            raise ValueError("--requests holds tokens of one model: give that --model alone")
         model, tokenizer = load_model(name, settings.dtype, settings.device)
         vocabulary = model.get_output_embeddings().weight.shape[0]
         self.name, self.tokenizer = name, tokenizer
@@ -118,11 +123,6 @@ class _Model:
             settings.progress,
             settings.log,
         )
-        if settings.requests is not None and not comparison.tasks:
-            raise ValueError("this comparison has no benchmarks (`tasks: true`): leave --requests out")
-        self.requests = settings.requests
-        if self.requests is not None and len(comparison.models) > 1:
-            raise ValueError("--requests holds tokens of one model: give that --model alone")
         self.score_files: dict[str, Path] = {}
         self.too_large: dict[str, None] = {}  # rows for which there was not enough memory, in order
         self.begun = 0  # cells

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from focus_attn.evaluation.bootstrap import Interval, perplexity_ratio
+from focus_attn.evaluation.summary import FEWEST_ITEMS
 
 BLOCKS = {
     "skips": "skips work before scoring",
@@ -115,8 +116,8 @@ def _cost_shown(cost: str, ours: float, theirs: float) -> str:
 def _verdict(focus: Row, best: Row, rivals: int, what: str, costs: str) -> str:
     ratio = perplexity_ratio(best.losses, focus.losses, together=focus.documents)
     clear = "" if not ratio.contains(1.0) else ", which the interval does not tell apart"
-    if ratio.n < 2:
-        clear = ", of one block, which tells nothing of another"
+    if ratio.n < FEWEST_ITEMS:
+        clear = ", of too few blocks to tell"
     tuned = " (whose weights were trained too)" if best.trained_parameters else ""
     compared = f"{focus.ppl:.2f} against {best.ppl:.2f} of {best.name}{tuned}, ratio {ratio}{clear}; {costs}"
     skipping = "peers that skip" if rivals != 1 else "peer that skips"

@@ -62,7 +62,9 @@ def evaluate(
     from focus_attn.evaluation.terminal import print_grids, print_positions, print_rows
     from focus_attn.report.terminal import StageBars
 
-    check_targets(json_file, write_requests)
+    check_targets(json_file)
+    if write_requests is not None and write_requests.is_dir():
+        raise ValueError(f"--write-requests names a file, but {str(write_requests)!r} is a folder")
     if plot is not None:
         from focus_attn.report.bench_plots import check_plot_file
 

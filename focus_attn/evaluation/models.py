@@ -74,7 +74,7 @@ def short_names(folders: Sequence[Path]) -> list[str]:
     for folder in folders:
         name = folder.resolve().name.replace(".", "_")
         name = "focus" if name in (BASE, "adapter", "") else name
-        while name in names:
+        while name in (*names, "items"):  # what is asked has that name, in a folder of scores
             name += "+"
         names.append(name)
     return names

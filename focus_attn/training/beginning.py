@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from focus_attn.adapters import CONFIG_FILE, read_adapter
+from focus_attn.adapters import CONFIG_FILE, WEIGHTS_FILE, read_adapter
 from focus_attn.base_sample import Sample, is_same
 from focus_attn.hf import text_config
 from focus_attn.model import FocusModel, get_focus_model
@@ -101,7 +101,8 @@ def find_checkpoint(output: Path, recipe: Recipe, store: TokenStore, base: Sampl
     output.mkdir(parents=True, exist_ok=True)
     if not resume:
         shutil.rmtree(output / FOLDER, ignore_errors=True)
-        (output / RECORD).unlink(missing_ok=True)
+        for file in (RECORD, CONFIG_FILE, WEIGHTS_FILE):
+            (output / file).unlink(missing_ok=True)
         return None
     found = checkpoints(output)
     if not found and (output / CONFIG_FILE).exists() and not (output / RECORD).exists():

@@ -150,7 +150,7 @@ def train(
             deadline=began + (time_limit or math.inf),
         )
         _introduce(run, store, stages)
-        if recipe.start is None and recipe.adapter is None and focus is not model:
+        if found is None and recipe.start is None and recipe.adapter is None and focus is not model:
             run.say("the routers begin at random: there is no `start`, and no adapter to go on from")
         position = _begin(run, store, found)
         with _stop_on_signals(run):
