@@ -67,8 +67,10 @@ def _tag(layer: Any) -> IdsTag | None:
 
 def _layer_of(cache: Cache, tag: IdsTag, of: int) -> Any:
     """Usually they are the last, in order. A model that drafts with its first layers alone has fewer of them."""
-    usual = cache.layers[max(0, len(cache.layers) - of) + tag.ordinal :][:1]
-    return next((layer for layer in (*usual, *cache.layers) if _tag(layer) == tag), None)
+    place = max(0, len(cache.layers) - of) + tag.ordinal
+    if place < len(cache.layers) and _tag(cache.layers[place]) == tag:
+        return cache.layers[place]
+    return next((layer for layer in cache.layers if _tag(layer) == tag), None)
 
 
 def _add_id_layers(cache: Cache, tags: dict[int, IdsTag], num_layers: int) -> None:

@@ -172,7 +172,7 @@ _LOWEST = {
 
 
 def _check_int(name: str, value: Any, lowest: int) -> None:
-    if type(value) is not int:
+    if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"`{name}` must be an integer, got {value!r}")
     if value < lowest:
         raise ValueError(f"`{name}` must be at least {lowest}, got {value}")

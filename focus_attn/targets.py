@@ -6,6 +6,15 @@ import os
 from pathlib import Path
 
 
+def check_results(json_file: Path | None, plot: Path | None) -> None:
+    """The numbers and the plot of a command."""
+    check_targets(json_file)
+    if plot is not None:
+        from focus_attn.report.bench_plots import check_plot_file
+
+        check_plot_file(plot)
+
+
 def check_targets(*files: Path | None) -> None:
     """ValueError where one of them could not be written."""
     for file in files:

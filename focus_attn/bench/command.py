@@ -10,7 +10,7 @@ import torch
 import typer
 
 from focus_attn.bench.options import DEFAULT_SECONDS, read_device, read_dtype, read_numbers, read_options
-from focus_attn.targets import check_targets
+from focus_attn.targets import check_results
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write every number to this file.")]
 PlotFile = Annotated[Path | None, typer.Option("--plot", help="Draw it: .png or .svg.")]
@@ -80,7 +80,7 @@ def attention(
         device=device,
         seed=seed,
     )
-    _check_targets(json_file, plot)
+    check_results(json_file, plot)
     console, title = make_console(), describe(options)
     results: dict[str, Any] = {"setting": options.to_dict(), "rows": []}
     if explain:
@@ -135,7 +135,7 @@ def prefill(
 
     place = read_device(device)
     wanted = sorted(read_numbers("lengths", lengths)) if lengths else DEFAULT_LENGTHS[place.type]
-    _check_targets(json_file, plot)
+    check_results(json_file, plot)
     loaded = load_for_prefill(model, adapter, read_dtype(dtype, place), place, max(wanted))
     console, rows = make_console(), []
     console.print(loaded.title, markup=False)
@@ -158,13 +158,3 @@ def prefill(
         from focus_attn.report.bench_plots import plot_prefill
 
         plot_prefill(rows, loaded.title, plot)
-
-
-def _check_targets(json_file: Path | None, plot: Path | None) -> None:
-    """Before measuring, not after."""
-    check_targets(json_file)
-    if plot is None:
-        return
-    from focus_attn.report.bench_plots import check_plot_file
-
-    check_plot_file(plot)

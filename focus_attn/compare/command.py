@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from focus_attn.targets import check_targets
+from focus_attn.targets import check_results
 
 
 def compare(
@@ -72,11 +72,7 @@ def compare(
     comparison = dataclasses.replace(comparison, **changes)
     if quick:
         comparison = quick_form(comparison)
-    check_targets(json_file)
-    if plot is not None:
-        from focus_attn.report.bench_plots import check_plot_file
-
-        check_plot_file(plot)
+    check_results(json_file, plot)
     if write_tokens is not None:
         from focus_attn.compare.prepare import prepare_tokens
 

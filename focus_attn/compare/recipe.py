@@ -299,9 +299,9 @@ def _check_mapping(name: str, values: Any) -> None:
         raise TypeError(f"`{name}` must hold fields and their values, got {values!r}")
 
 
-def _numbers(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def _numbers(field_name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """YAML takes 1e-4, which has no dot, for a string."""
-    _check_mapping(name, values)
+    _check_mapping(field_name, values)
     read: dict[str, Any] = dict(values)
     for name, value in values.items():
         if isinstance(value, str):

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from focus_attn.evaluation.bootstrap import Interval, perplexity_ratio
-from focus_attn.evaluation.summary import FEWEST_ITEMS
+from focus_attn.evaluation.bootstrap import FEWEST_ITEMS, Interval, perplexity_ratio
 
 BLOCKS = {
     "skips": "skips work before scoring",
@@ -16,6 +15,10 @@ BLOCKS = {
     "dense": "keeps every pair",
 }
 SAME_COST = 1.05  # a rival may cost this many times as much and still be ranked
+COSTS = (  # what is counted, the row's field, ours and theirs in words
+    ("multiply-adds", "multiply_adds", "{:.1%} against {:.1%} of the multiply-adds"),
+    ("time", "ms", "{:.3g} against {:.3g} ms a layer"),
+)
 
 Cell = dict[str, Any]
 
@@ -95,22 +98,15 @@ def verdicts(rows: Sequence[Row], place: Place) -> list[str]:
     peers = [row for row in skipping if not row.is_focus]
     sentences = []
     for focus in (row for row in skipping if row.is_focus):
-        for what, cost in (("multiply-adds", "multiply_adds"), ("time", "ms")):
+        for what, cost, both in COSTS:
             limit = getattr(focus, cost)
             rivals = [row for row in peers if limit and (getattr(row, cost) or limit * 2) <= SAME_COST * limit]
             if cost == "ms":  # machines and kernels differ from day to day
                 rivals = [row for row in rivals if row.day == focus.day]
             if rivals:
                 best = min(rivals, key=lambda row: row.ppl or 0.0)
-                shown = _cost_shown(cost, limit, getattr(best, cost))
-                sentences.append(_verdict(focus, best, len(rivals), what, shown))
+                sentences.append(_verdict(focus, best, len(rivals), what, both.format(limit, getattr(best, cost))))
     return sentences
-
-
-def _cost_shown(cost: str, ours: float, theirs: float) -> str:
-    if cost == "ms":
-        return f"{ours:.3g} against {theirs:.3g} ms a layer"
-    return f"{ours:.1%} against {theirs:.1%} of the multiply-adds"
 
 
 def _verdict(focus: Row, best: Row, rivals: int, what: str, costs: str) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 RESAMPLES = 1000
 LEVEL = 0.95
+FEWEST_ITEMS = 6  # of fewer, all lie on one side by chance alone more often than an interval is wrong
 FEWEST_TOGETHER = 8  # bundles of items: from fewer they are drawn too, and the wider interval counts
 
 Values = Sequence[float] | Tensor  # one for each item

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from focus_attn.bench.options import read_device, read_dtype, read_numbers
-from focus_attn.targets import check_targets
+from focus_attn.targets import check_results
 
 if TYPE_CHECKING:
     from focus_attn.evaluation.requests import Requests
@@ -62,13 +62,9 @@ def evaluate(
     from focus_attn.evaluation.terminal import print_grids, print_positions, print_rows
     from focus_attn.report.terminal import StageBars
 
-    check_targets(json_file)
+    check_results(json_file, plot)
     if write_requests is not None and write_requests.is_dir():
         raise ValueError(f"--write-requests names a file, but {str(write_requests)!r} is a folder")
-    if plot is not None:
-        from focus_attn.report.bench_plots import check_plot_file
-
-        check_plot_file(plot)
     if output is not None and output.exists() and not output.is_dir():
         raise ValueError(f"--output is a folder, but {str(output)!r} is a file")
     counts = {"stride": stride, "blocks": blocks, "limit": limit, "per-cell": per_cell, "batch-tokens": batch_tokens}

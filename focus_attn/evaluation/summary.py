@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from focus_attn.evaluation.bootstrap import (
+    FEWEST_ITEMS,
     RESAMPLES,
     Interval,
     errors_above,
@@ -25,7 +26,6 @@ from focus_attn.evaluation.score_file import Key, Score
 FLOOR = 2.0  # standard errors above chance that the base model must have for a task to count
 LEAST_RECALL = 0.5  # of the base model, for a retrieval cell to count
 BASE = "base"
-FEWEST_ITEMS = 6  # of fewer, all lie on one side by chance alone more often than an interval is wrong
 TOO_FEW = "too few items to tell"
 
 Scores = Mapping[Key, Score]
