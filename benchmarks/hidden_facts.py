@@ -1,0 +1,163 @@
+"""Books with facts hidden in them, which are asked for later: text to train routers on.
+
+    python benchmarks/hidden_facts.py books/train facts --tokens 2500000
+
+Running text seldom asks for a name or a number that was given once, thousands of tokens ago, so that routers which met
+books alone lose such pairs. A document is made of stretches of a book. Each has a few names hidden in it that are
+given a value or that of a name before them, and asks for them at its end, in one of several forms. None of those is
+that of `focus eval --retrieval`: what judges an adapter must not train it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from short_passages import SENTENCE_END, SHORTEST, WORDS_A_TOKEN
+
+from focus_attn.training.data import read_documents
+
+SHORTEST_STRETCH, LONGEST_STRETCH = 100, 3000  # words between a first fact and the questions
+MOST_CHARACTERS = 10  # of a word, generously: so much of a book is looked at for a stretch
+MOST_FACTS = 6
+
+
+class Form(NamedTuple):
+    """How names are given values, and how they are asked for."""
+
+    given: str  # {name}, {value}
+    same: str  # {name}, {other}
+    asked: str  # {name}, {value}
+    all_asked: str  # {value}, {names}
+
+
+FORMS = [
+    Form("{name} := {value};", "{name} := {other};", "print({name}) # {value}\n", "# equal to {value}: {names}\n"),
+    Form("({name}: {value}.)", "({name}: see {other}.)", "Q: {name}? A: {value}\n", "Q: {value}? A: {names}\n"),
+    Form("Let {name} be {value}.", "Let {name} be {other}.", "{name} -> {value}\n", "{value} <- {names}\n"),
+    Form("[{name}={value}]", "[{name}={other}]", "What is {name}? It is {value}.\n", "Who is {value}? {names}.\n"),
+    Form("set {name} {value}", "copy {other} {name}", "get {name}\n{value}\n", "keys {value}\n{names}\n"),
+    Form(
+        "Remember that the code of {name} is {value}.",
+        "Remember that {name} has the code of {other}.",
+        "The code of {name} was {value}.\n",
+        "Those with the code {value} were {names}.\n",
+    ),
+]
+
+
+def _letters(choose: random.Random) -> str:
+    return "".join(choose.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=choose.randint(3, 6)))
+
+
+def _digits(choose: random.Random) -> str:
+    return str(choose.randrange(10 ** choose.randint(2, 7), 10**8))
+
+
+Draw = Callable[[random.Random, list[str]], str]
+NAMES: list[Draw] = [
+    lambda choose, words: _letters(choose),
+    lambda choose, words: choose.choice(words),
+    lambda choose, words: "_".join(choose.choices(words, k=2)).lower(),
+    lambda choose, words: "".join(word.capitalize() for word in choose.choices(words, k=2)),
+    lambda choose, words: f"{choose.choice(words).lower()}{choose.randint(1, 99)}",
+]
+VALUES: list[Draw] = [
+    lambda choose, words: _digits(choose),
+    lambda choose, words: _letters(choose),
+    lambda choose, words: " ".join(choose.choices(words, k=2)).lower(),
+]
+
+
+def different(draw: Draw, count: int, choose: random.Random, words: list[str]) -> list[str]:
+    found: dict[str, None] = {}
+    while len(found) < count:
+        found[draw(choose, words)] = None
+    return list(found)
+
+
+def stretch_of(book: str, words: int, choose: random.Random) -> list[str]:
+    """Whole sentences of one place in a book, about so many words of them."""
+    begin = choose.randrange(max(1, len(book) - words * MOST_CHARACTERS))
+    there = re.sub(r"\s+", " ", book[begin : begin + words * MOST_CHARACTERS])
+    taken, count = [], 0
+    for sentence in SENTENCE_END.split(there)[1:-1]:
+        taken.append(sentence)
+        count += len(sentence.split())
+        if count >= words:
+            break
+    return taken
+
+
+def facts_and_questions(words: list[str], choose: random.Random) -> tuple[list[str], list[str]]:
+    """What is hidden, in its order, and what is asked behind it."""
+    form, count = choose.choice(FORMS), choose.randint(2, MOST_FACTS)
+    names = different(choose.choice(NAMES), count, choose, words)
+    values = different(choose.choice(VALUES), count, choose, words)
+    chained = choose.random() < 0.5
+    held: dict[str, str] = {}
+    facts = []
+    for name, value in zip(names, values, strict=True):
+        if held and chained and choose.random() < 0.7:
+            other = choose.choice(list(held))
+            held[name] = held[other]
+            facts.append(form.same.format(name=name, other=other))
+        else:
+            held[name] = value
+            facts.append(form.given.format(name=name, value=value))
+    questions = [form.asked.format(name=name, value=value) for name, value in held.items()]
+    for value in dict.fromkeys(held.values()):
+        alike = [name for name in held if held[name] == value]
+        if len(alike) > 1:
+            questions.append(form.all_asked.format(value=value, names=", ".join(alike)))
+    choose.shuffle(questions)
+    return facts, questions
+
+
+def section(book: str, words: list[str], choose: random.Random) -> str:
+    length = round(SHORTEST_STRETCH * (LONGEST_STRETCH / SHORTEST_STRETCH) ** choose.random())
+    sentences = stretch_of(book, length, choose)
+    facts, questions = facts_and_questions(words, choose)
+    places = sorted(choose.randint(0, len(sentences)) for _ in facts)
+    for place, fact in reversed(list(zip(places, facts, strict=True))):  # from the end: no place moves
+        sentences.insert(place, fact)
+    return f"{' '.join(sentences)}\n{''.join(questions)}\n"
+
+
+def document(books: list[str], choose: random.Random) -> str:
+    book = choose.choice(books)
+    words = sorted(set(re.findall(r"\b[a-z]{4,9}\b", choose.choice(books)[:200_000])))
+    parts: list[str] = []
+    count, length = 0, choose.randint(SHORTEST, 3 * SHORTEST) * WORDS_A_TOKEN
+    while count < length:
+        parts.append(section(book, words, choose))
+        count += len(parts[-1].split())
+    return "".join(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("books", type=Path, help="files or a folder of them")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--tokens", type=int, default=2_500_000, help="in all, roughly")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    least = SHORTEST_STRETCH * MOST_CHARACTERS
+    books = [book for book in read_documents(options.books, "text") if len(book) > least]
+    if not books:
+        raise SystemExit(f"no text of more than {least:,} characters in {str(options.books)!r}")
+    choose, written, number = random.Random(options.seed), 0.0, 0
+    while written < options.tokens:
+        text = document(books, choose)
+        (options.folder / f"{number:04}.txt").write_text(text, encoding="utf-8")
+        written, number = written + len(text.split()) / WORDS_A_TOKEN, number + 1
+    print(f"{number} documents, about {written:,.0f} tokens")
+
+
+if __name__ == "__main__":
+    main()
