@@ -1,6 +1,8 @@
 """The command line: what a user types, and what a user gets wrong."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from tiny import save_tiny_default
@@ -30,6 +32,29 @@ def saved(tmp_path_factory):
 
 def test_version():
     assert run(app, ["--version"]).output.strip() == f"focus-attn {__version__}"
+
+
+def in_a_new_process(program):
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_does_not_wait_for_torch():
+    in_a_new_process(
+        "import sys, focus_attn, focus_attn.cli\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
+        "assert {'FocusModel', 'load_default_model'} <= set(dir(focus_attn))"
+    )
+
+
+def test_what_the_package_has_is_there_when_it_is_asked_for():
+    in_a_new_process(
+        "import focus_attn\n"
+        "for name in focus_attn.__all__: getattr(focus_attn, name)\n"
+        "assert focus_attn.FocusModel is focus_attn.model.FocusModel\n"
+        "focus_attn.training.Recipe, focus_attn.evaluation.perplexity, focus_attn.baselines.BASELINES\n"
+        "assert not hasattr(focus_attn, 'no_such_thing') and not hasattr(focus_attn, '__wrapped__')"
+    )
 
 
 @pytest.mark.parametrize("command", ["demo", "generate"])

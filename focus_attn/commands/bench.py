@@ -6,10 +6,8 @@ import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
-from focus_attn.bench.options import DEFAULT_SECONDS, read_device, read_dtype, read_numbers, read_options
 from focus_attn.targets import check_results
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write every number to this file.")]
@@ -52,8 +50,11 @@ def attention(
     Ids are drawn anew before every timed call; sorting and planning are inside the timing. A setting that fails its
     parity check gets no speed-up, and the exit code is 1. docs/benchmarks.md says how to read it.
     """
+    import torch
+
     from focus_attn.bench.attention import Sweep
     from focus_attn.bench.explain import explain_choices
+    from focus_attn.bench.options import read_options
     from focus_attn.bench.record import write_json
     from focus_attn.bench.terminal import describe, make_console, one_line, print_attention, print_choices, print_trace
     from focus_attn.bench.trace import trace_call
@@ -128,6 +129,7 @@ def prefill(
     plot: PlotFile = None,
 ) -> None:
     """A whole model's prefill: Focus against the model's own attention, router time on its own."""
+    from focus_attn.bench.options import DEFAULT_SECONDS, read_device, read_dtype, read_numbers
     from focus_attn.bench.prefill import prefill_rows
     from focus_attn.bench.prefill_model import DEFAULT_LENGTHS, load_for_prefill
     from focus_attn.bench.record import write_json

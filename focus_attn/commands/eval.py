@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from focus_attn.bench.options import read_device, read_dtype, read_numbers
 from focus_attn.targets import check_results
 
 if TYPE_CHECKING:
@@ -50,6 +49,7 @@ def evaluate(
     Base and adapters answer the same items; differences are paired, with 1,000-fold bootstrap intervals. The same
     command goes on after an interruption. docs/evaluation.md says how to read it.
     """
+    from focus_attn.bench.options import read_device, read_dtype, read_numbers
     from focus_attn.bench.record import write_json
     from focus_attn.bench.terminal import make_console
     from focus_attn.evaluation.asked import FORMS, Asked, build
