@@ -24,6 +24,7 @@ from focus_attn.training.data import read_documents
 SHORTEST_STRETCH, LONGEST_STRETCH = 100, 3000  # words between a first fact and the questions
 MOST_CHARACTERS = 10  # of a word, generously: so much of a book is looked at for a stretch
 MOST_FACTS = 6
+FEWEST_WORDS = 100  # that differ, so that names do
 
 
 class Form(NamedTuple):
@@ -80,6 +81,16 @@ def different(draw: Draw, count: int, choose: random.Random, words: list[str]) -
     return list(found)
 
 
+def words_of(book: str) -> list[str]:
+    """Plain ones, to make names and values of."""
+    return sorted(set(re.findall(r"\b[a-z]{4,9}\b", book[:200_000])))
+
+
+def is_prose(book: str) -> bool:
+    least = SHORTEST_STRETCH * MOST_CHARACTERS
+    return len(book) > least and len(words_of(book)) >= FEWEST_WORDS and len(SENTENCE_END.split(book, 3)) > 3
+
+
 def stretch_of(book: str, words: int, choose: random.Random) -> list[str]:
     """Whole sentences of one place in a book, about so many words of them."""
     begin = choose.randrange(max(1, len(book) - words * MOST_CHARACTERS))
@@ -129,8 +140,7 @@ def section(book: str, words: list[str], choose: random.Random) -> str:
 
 
 def document(books: list[str], choose: random.Random) -> str:
-    book = choose.choice(books)
-    words = sorted(set(re.findall(r"\b[a-z]{4,9}\b", choose.choice(books)[:200_000])))
+    book, words = choose.choice(books), words_of(choose.choice(books))
     parts: list[str] = []
     count, length = 0, choose.randint(SHORTEST, 3 * SHORTEST) * WORDS_A_TOKEN
     while count < length:
@@ -147,10 +157,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    least = SHORTEST_STRETCH * MOST_CHARACTERS
-    books = [book for book in read_documents(options.books, "text") if len(book) > least]
+    books = [book for book in read_documents(options.books, "text") if is_prose(book)]
     if not books:
-        raise SystemExit(f"no text of more than {least:,} characters in {str(options.books)!r}")
+        raise SystemExit(
+            f"nothing in {str(options.books)!r} is prose: some {SHORTEST_STRETCH * MOST_CHARACTERS:,} characters with "
+            f"at least {FEWEST_WORDS} plain words"
+        )
     choose, written, number = random.Random(options.seed), 0.0, 0
     while written < options.tokens:
         text = document(books, choose)

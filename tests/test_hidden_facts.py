@@ -5,6 +5,8 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import hidden_facts
 
@@ -43,6 +45,14 @@ def test_documents_fill_the_longest_block_and_are_the_same_again():
     text = hidden_facts.document([BOOK], random.Random(0))
     assert len(text.split()) >= hidden_facts.SHORTEST * hidden_facts.WORDS_A_TOKEN
     assert text == hidden_facts.document([BOOK], random.Random(0))
+
+
+@pytest.mark.parametrize("text", ["Short.", "WORD " * 4000, BOOK, "no end of a sentence " * 400])
+def test_text_that_cannot_hide_anything_is_refused(text, tmp_path, monkeypatch):
+    (tmp_path / "book.txt").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["hidden_facts.py", str(tmp_path / "book.txt"), str(tmp_path / "facts")])
+    with pytest.raises(SystemExit, match="is prose"):
+        hidden_facts.main()
 
 
 def test_no_form_is_that_of_the_evaluation():
