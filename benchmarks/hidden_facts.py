@@ -17,11 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from short_passages import SENTENCE_END, SHORTEST, WORDS_A_TOKEN
+from short_passages import MOST_TRIES, SENTENCE_END, SHORTEST, WORDS_A_TOKEN
 
 from focus_attn.training.data import read_documents
 
-SHORTEST_STRETCH, LONGEST_STRETCH = 100, 3000  # words between a first fact and the questions
+SHORTEST_STRETCH, LONGEST_STRETCH = 100, 3000  # words of a book that facts are hidden in, before they are asked for
 MOST_CHARACTERS = 10  # of a word, generously: so much of a book is looked at for a stretch
 MOST_FACTS = 6
 FEWEST_WORDS = 100  # that differ, so that names do
@@ -56,7 +56,8 @@ def _letters(choose: random.Random) -> str:
 
 
 def _digits(choose: random.Random) -> str:
-    return str(choose.randrange(10 ** choose.randint(2, 7), 10**8))
+    least = 10 ** choose.randint(2, 7)
+    return str(choose.randrange(least, 10 * least))
 
 
 Draw = Callable[[random.Random, list[str]], str]
@@ -86,22 +87,20 @@ def words_of(book: str) -> list[str]:
     return sorted(set(re.findall(r"\b[a-z]{4,9}\b", book[:200_000])))
 
 
-def is_prose(book: str) -> bool:
-    least = SHORTEST_STRETCH * MOST_CHARACTERS
-    return len(book) > least and len(words_of(book)) >= FEWEST_WORDS and len(SENTENCE_END.split(book, 3)) > 3
-
-
 def stretch_of(book: str, words: int, choose: random.Random) -> list[str]:
     """Whole sentences of one place in a book, about so many words of them."""
-    begin = choose.randrange(max(1, len(book) - words * MOST_CHARACTERS))
-    there = re.sub(r"\s+", " ", book[begin : begin + words * MOST_CHARACTERS])
-    taken, count = [], 0
-    for sentence in SENTENCE_END.split(there)[1:-1]:
-        taken.append(sentence)
-        count += len(sentence.split())
-        if count >= words:
-            break
-    return taken
+    for _ in range(MOST_TRIES):
+        begin = choose.randrange(max(1, len(book) - words * MOST_CHARACTERS))
+        there = re.sub(r"\s+", " ", book[begin : begin + words * MOST_CHARACTERS])
+        taken, count = [], 0
+        for sentence in SENTENCE_END.split(there)[1:-1]:
+            taken.append(sentence)
+            count += len(sentence.split())
+            if count >= words:
+                break
+        if count >= words / 2:
+            return taken
+    raise SystemExit(f"no sentences with some {words:,} words in {MOST_TRIES:,} places: is it prose, with capitals?")
 
 
 def facts_and_questions(words: list[str], choose: random.Random) -> tuple[list[str], list[str]]:
@@ -157,11 +156,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    books = [book for book in read_documents(options.books, "text") if is_prose(book)]
+    least = LONGEST_STRETCH * MOST_CHARACTERS
+    books = [
+        book
+        for book in read_documents(options.books, "text")
+        if len(book) > least and len(words_of(book)) >= FEWEST_WORDS
+    ]
     if not books:
         raise SystemExit(
-            f"nothing in {str(options.books)!r} is prose: some {SHORTEST_STRETCH * MOST_CHARACTERS:,} characters with "
-            f"at least {FEWEST_WORDS} plain words"
+            f"no text of more than {least:,} characters with {FEWEST_WORDS} plain words in {str(options.books)!r}"
         )
     choose, written, number = random.Random(options.seed), 0.0, 0
     while written < options.tokens:

@@ -27,7 +27,7 @@ else:
         """When it is first asked for: torch and transformers take seconds, and `focus --help` needs neither."""
         if name in _HOMES:
             found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-        elif find_spec(f"{__name__}.{name}") is not None:
+        elif "." not in name and find_spec(f"{__name__}.{name}") is not None:
             found = import_module(f"{__name__}.{name}")  # `focus_attn.training` after `import focus_attn` alone
         else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

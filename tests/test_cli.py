@@ -42,6 +42,9 @@ def in_a_new_process(program):
 def test_help_does_not_wait_for_torch():
     in_a_new_process(
         "import sys, focus_attn, focus_attn.cli\n"
+        "for words in (['--help'], ['eval', '--help'], ['bench', 'attention', '--help'], ['train', '--no-such']):\n"
+        "    try: focus_attn.cli.app(words)\n"
+        "    except SystemExit: pass\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
         "assert {'FocusModel', 'load_default_model'} <= set(dir(focus_attn))"
     )
