@@ -10,16 +10,12 @@ that of `focus eval --retrieval`: what judges an adapter must not train it.
 
 from __future__ import annotations
 
-import argparse
 import random
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
-from short_passages import MOST_TRIES, SENTENCE_END, SHORTEST, WORDS_A_TOKEN
-
-from focus_attn.training.data import read_documents
+from book_text import MOST_TRIES, SHORTEST, joined, sentences_at, write_documents
 
 SHORTEST_STRETCH, LONGEST_STRETCH = 100, 3000  # words of a book that facts are hidden in, before they are asked for
 MOST_CHARACTERS = 10  # of a word, generously: so much of a book is looked at for a stretch
@@ -89,15 +85,9 @@ def words_of(book: str) -> list[str]:
 
 def stretch_of(book: str, words: int, choose: random.Random) -> list[str]:
     """Whole sentences of one place in a book, about so many words of them."""
+    characters = words * MOST_CHARACTERS
     for _ in range(MOST_TRIES):
-        begin = choose.randrange(max(1, len(book) - words * MOST_CHARACTERS))
-        there = re.sub(r"\s+", " ", book[begin : begin + words * MOST_CHARACTERS])
-        taken, count = [], 0
-        for sentence in SENTENCE_END.split(there)[1:-1]:
-            taken.append(sentence)
-            count += len(sentence.split())
-            if count >= words:
-                break
+        taken, count = sentences_at(book, choose.randrange(max(1, len(book) - characters)), characters, words)
         if count >= words / 2:
             return taken
     raise SystemExit(f"no sentences with some {words:,} words in {MOST_TRIES:,} places: is it prose, with capitals?")
@@ -140,38 +130,17 @@ def section(book: str, words: list[str], choose: random.Random) -> str:
 
 def document(books: list[str], choose: random.Random) -> str:
     book, words = choose.choice(books), words_of(choose.choice(books))
-    parts: list[str] = []
-    count, length = 0, choose.randint(SHORTEST, 3 * SHORTEST) * WORDS_A_TOKEN
-    while count < length:
-        parts.append(section(book, words, choose))
-        count += len(parts[-1].split())
-    return "".join(parts)
+    return joined(lambda: section(book, words, choose), choose.randint(SHORTEST, 3 * SHORTEST))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("books", type=Path, help="files or a folder of them")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--tokens", type=int, default=2_500_000, help="in all, roughly")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    options.folder.mkdir(parents=True, exist_ok=True)
     least = LONGEST_STRETCH * MOST_CHARACTERS
-    books = [
-        book
-        for book in read_documents(options.books, "text")
-        if len(book) > least and len(words_of(book)) >= FEWEST_WORDS
-    ]
-    if not books:
-        raise SystemExit(
-            f"no text of more than {least:,} characters with {FEWEST_WORDS} plain words in {str(options.books)!r}"
-        )
-    choose, written, number = random.Random(options.seed), 0.0, 0
-    while written < options.tokens:
-        text = document(books, choose)
-        (options.folder / f"{number:04}.txt").write_text(text, encoding="utf-8")
-        written, number = written + len(text.split()) / WORDS_A_TOKEN, number + 1
-    print(f"{number} documents, about {written:,.0f} tokens")
+    write_documents(
+        str(__doc__),
+        lambda book: len(book) > least and len(words_of(book)) >= FEWEST_WORDS,
+        f"text of more than {least:,} characters with {FEWEST_WORDS} plain words",
+        document,
+    )
 
 
 if __name__ == "__main__":

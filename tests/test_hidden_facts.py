@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import book_text
 import hidden_facts
 
 from focus_attn.evaluation import retrieval
@@ -52,7 +53,7 @@ def test_facts_are_spread_over_a_stretch_and_keep_their_order(monkeypatch):
 
 def test_documents_fill_the_longest_block_and_are_the_same_again():
     text = hidden_facts.document([BOOK], random.Random(0))
-    assert len(text.split()) >= hidden_facts.SHORTEST * hidden_facts.WORDS_A_TOKEN
+    assert len(text.split()) >= hidden_facts.SHORTEST * book_text.WORDS_A_TOKEN
     assert text == hidden_facts.document([BOOK], random.Random(0))
 
 
