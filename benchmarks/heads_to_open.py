@@ -195,7 +195,12 @@ def main() -> None:
     requests = Requests.load(options.requests)
     asked = {}
     for task in dict.fromkeys(options.task):
-        of = right_answers(model, of_task(requests, task, options.items), loaded.tokenizer, options.true)
+        chosen = of_task(requests, task, options.items)
+        print(
+            f"{task}: {len(chosen.items)} items; where answers are generated, the base model writes them first",
+            flush=True,
+        )
+        of = right_answers(model, chosen, loaded.tokenizer, options.true)
         if len(of.items) < 2:
             raise SystemExit(f"{task!r} has one item to ask, and it takes two, to find heads by and to check them")
         asked[task] = questions_of(of, device)
