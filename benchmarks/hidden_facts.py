@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 from book_text import MOST_TRIES, SHORTEST, joined, sentences_at, write_documents
@@ -60,14 +61,14 @@ Draw = Callable[[random.Random, list[str]], str]
 NAMES: list[Draw] = [
     lambda choose, words: _letters(choose),
     lambda choose, words: choose.choice(words),
-    lambda choose, words: "_".join(choose.choices(words, k=2)).lower(),
+    lambda choose, words: "_".join(choose.choices(words, k=2)),
     lambda choose, words: "".join(word.capitalize() for word in choose.choices(words, k=2)),
-    lambda choose, words: f"{choose.choice(words).lower()}{choose.randint(1, 99)}",
+    lambda choose, words: f"{choose.choice(words)}{choose.randint(1, 99)}",
 ]
 VALUES: list[Draw] = [
     lambda choose, words: _digits(choose),
     lambda choose, words: _letters(choose),
-    lambda choose, words: " ".join(choose.choices(words, k=2)).lower(),
+    lambda choose, words: " ".join(choose.choices(words, k=2)),
 ]
 
 
@@ -78,8 +79,9 @@ def different(draw: Draw, count: int, choose: random.Random, words: list[str]) -
     return list(found)
 
 
+@cache  # asked when a book is looked at, and by every document that takes its words
 def words_of(book: str) -> list[str]:
-    """Plain ones, to make names and values of."""
+    """Plain ones, in lower case, to make names and values of."""
     return sorted(set(re.findall(r"\b[a-z]{4,9}\b", book[:200_000])))
 
 

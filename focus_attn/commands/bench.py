@@ -8,13 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
+from focus_attn.commands.options import Device, Dtype, JsonFile, Model
 from focus_attn.targets import check_results
 
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write every number to this file.")]
 PlotFile = Annotated[Path | None, typer.Option("--plot", help="Draw it: .png or .svg.")]
 Lengths = Annotated[str | None, typer.Option(help="As in 4096,8K,1M.")]
-Dtype = Annotated[str, typer.Option(help="auto, bf16, fp16 or fp32.")]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")]
 Seconds = Annotated[float | None, typer.Option(help="60, on a GPU 300: no length that ends later.")]
 Repeats = Annotated[int | None, typer.Option(help="Timed runs; fewer of slow ones.")]
 
@@ -114,9 +112,7 @@ def attention(
 
 
 def prefill(
-    model: Annotated[
-        str | None, typer.Option(help="A Hugging Face model's name or folder. By default the embedded one.")
-    ] = None,
+    model: Model = None,
     adapter: Annotated[
         str | None, typer.Option(help="A saved adapter's folder, or a shipped adapter's name. Without: random routers.")
     ] = None,

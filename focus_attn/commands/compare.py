@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from focus_attn.commands.options import Device, Dtype, JsonFile
 from focus_attn.targets import check_results
 
 
@@ -32,10 +33,10 @@ def compare(
     requests: Annotated[Path | None, typer.Option(help="Benchmarks, from `focus eval --write-requests`.")] = None,
     seconds: Annotated[float | None, typer.Option(min=1.0, help="Stop then; the same command goes on.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of finished cells; default: runs/compare/<name>.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write every number to this file.")] = None,
+    json_file: JsonFile = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Quality over cost: .png or .svg.")] = None,
-    dtype: Annotated[str, typer.Option(help="auto, bf16, fp16 or fp32.")] = "auto",
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
     show: Annotated[Path | None, typer.Option(help="Run nothing: show this cells.jsonl of another run.")] = None,
     write_tokens: Annotated[
         Path | None, typer.Option(help="Write the texts as token files into this folder and stop.")

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from focus_attn.commands.options import JsonFile
 from focus_attn.targets import check_targets
 
 
@@ -22,7 +23,7 @@ def demo(
     budget: Annotated[float | None, typer.Option(help="Share of the token pairs to keep, 0 to 1.")] = None,
     text: Annotated[Path | None, typer.Option(help="Your own text: .txt, .md, .jsonl or a folder of them.")] = None,
     save: Annotated[Path | None, typer.Option(help="Keep the fitted adapter in this folder.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write every number to this file.")] = None,
+    json_file: JsonFile = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the fit.")] = None,
     fast: Annotated[bool, typer.Option(help="A tiny random model and a few steps: a trial of the program.")] = False,
 ) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from focus_attn.commands.options import Device, Dtype
 from focus_attn.targets import check_results
 
 if TYPE_CHECKING:
@@ -38,8 +39,8 @@ def evaluate(
     score_requests: Annotated[Path | None, typer.Option(metavar="FILE", help="Ask what it has; no lm-eval.")] = None,
     from_scores: Annotated[Path | None, typer.Option(metavar="DIR", help="Sum up; no model.")] = None,
     output: Annotated[Path | None, typer.Option(metavar="DIR", help="Of the scores, to go on with.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
-    dtype: Annotated[str, typer.Option(help="auto, bf16, fp16 or fp32.")] = "auto",
+    device: Device = None,
+    dtype: Dtype = "auto",
     batch_tokens: Annotated[int | None, typer.Option(help="Tokens at once.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write every number.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw retrieval: .png, .svg.")] = None,

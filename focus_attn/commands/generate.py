@@ -7,15 +7,15 @@ from typing import Annotated
 
 import typer
 
+from focus_attn.commands.options import Model
+
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to continue, or what to ask an instruct model.")],
     adapter: Annotated[
         str | None, typer.Option(help="A saved adapter's folder, or a shipped adapter's name. Without: no Focus.")
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="A Hugging Face model's name or folder. By default the embedded one.")
-    ] = None,
+    model: Model = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="When to stop at the latest.")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from focus_attn.commands.options import Device, JsonFile, Model
 from focus_attn.targets import check_targets
 
 
@@ -23,11 +24,9 @@ def report(
             show_default=False,
         ),
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="A Hugging Face model's name or folder. By default the embedded one.")
-    ] = None,
+    model: Model = None,
     out: Annotated[Path, typer.Option(help="Where to write the page.")] = Path("report.html"),
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write every number to this file.")] = None,
+    json_file: JsonFile = None,
     source: Annotated[
         Path | None, typer.Option("--from", help="Make the page from such a file; nothing is measured.")
     ] = None,
@@ -36,7 +35,7 @@ def report(
     queries: Annotated[int, typer.Option(min=0, help="Queries of each block to look at; 0: all of them.")] = 128,
     sample: Annotated[int, typer.Option(min=1, help="Tokens of each text whose groups are described.")] = 8192,
     browse: Annotated[int, typer.Option(min=1, help="Tokens of each text to click on.")] = 2048,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
+    device: Device = None,
 ) -> None:
     """Show what an adapter keeps of a model's attention and what its groups hold, on one page that opens offline.
 

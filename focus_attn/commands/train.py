@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from focus_attn.commands.options import Device, Model
 from focus_attn.targets import check_targets
 
 
@@ -16,9 +17,7 @@ def train(
     text: Annotated[
         str | None, typer.Option(help="A .txt, .md or .jsonl file, a folder of them, or hub:owner/name.")
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="A Hugging Face model's name or folder. By default the embedded one.")
-    ] = None,
+    model: Model = None,
     output: Annotated[
         Path | None, typer.Option(help="Folder for the adapter, checkpoints and logs; default: runs/<name>.")
     ] = None,
@@ -30,7 +29,7 @@ def train(
     time_limit: Annotated[
         float | None, typer.Option(min=0.001, help="Minutes after which to stop, with a checkpoint and the adapter.")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
+    device: Device = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None,
 ) -> None:
     """Train Focus on a model as a recipe says, and save the adapter.

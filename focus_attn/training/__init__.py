@@ -1,7 +1,8 @@
 """Learning the groups: the short fit by coverage, and training through hard routing by a recipe."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from focus_attn.lazy import lazily
 from focus_attn.training.balance import nudge_bias
 from focus_attn.training.coverage import CoverageFit, fit_coverage
 from focus_attn.training.layer_fit import LayerFit
@@ -14,6 +15,8 @@ from focus_attn.training.step import StepOptions, StepResult, training_step
 
 if TYPE_CHECKING:
     from focus_attn.training.loop import TrainedRun, train
+else:  # the loop brings transformers' Trainer with it: only for those who train
+    __getattr__ = lazily(__name__, {"TrainedRun": "loop", "train": "loop"})
 
 __all__ = [
     "CoverageFit",
@@ -39,12 +42,3 @@ __all__ = [
     "train",
     "training_step",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """The loop brings transformers' Trainer with it, which takes seconds to import: only for those who train."""
-    if name in ("TrainedRun", "train"):
-        from focus_attn.training import loop
-
-        return getattr(loop, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
