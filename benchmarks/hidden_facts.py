@@ -4,8 +4,8 @@
 
 Running text seldom asks for a name or a number that was given once, thousands of tokens ago, so that routers which met
 books alone lose such pairs. A document is made of stretches of a book. Each has a few names hidden in it that are
-given a value or that of a name before them, and asks for them at its end, in one of several forms. None of those is
-that of `focus eval --retrieval`: what judges an adapter must not train it.
+given a value or that of a name before them, and asks for them at its end, in one of several forms, or repeats what was
+said of them. None of those is that of `focus eval --retrieval`: what judges an adapter must not train it.
 """
 
 from __future__ import annotations
@@ -56,6 +56,15 @@ def _digits(choose: random.Random) -> str:
     least = 10 ** choose.randint(2, 7)
     return str(choose.randrange(least, 10 * least))
 
+
+LISTS: list[Callable[[list[str]], str]] = [
+    ", ".join,
+    " and ".join,
+    lambda several: " ".join(f"{number}. {one}" for number, one in enumerate(several, 1)),
+    lambda several: " ".join(f"({number}) {one}" for number, one in enumerate(several, 1)),
+    lambda several: "".join(f"\n- {one}" for one in several),
+]
+ASKED_TO_REPEAT = ["Notes so far: {facts}\n", "Said above: {facts}\n", "Once more, {facts}\n"]
 
 Draw = Callable[[random.Random, list[str]], str]
 NAMES: list[Draw] = [
@@ -111,11 +120,14 @@ def facts_and_questions(words: list[str], choose: random.Random) -> tuple[list[s
         else:
             held[name] = value
             facts.append(form.given.format(name=name, value=value))
+    listed = choose.choice(LISTS)
     questions = [form.asked.format(name=name, value=value) for name, value in held.items()]
     for value in dict.fromkeys(held.values()):
         alike = [name for name in held if held[name] == value]
         if len(alike) > 1:
-            questions.append(form.all_asked.format(value=value, names=", ".join(alike)))
+            questions.append(form.all_asked.format(value=value, names=listed(alike)))
+    if choose.random() < 0.5:
+        questions.append(choose.choice(ASKED_TO_REPEAT).format(facts=listed(facts)))
     choose.shuffle(questions)
     return facts, questions
 

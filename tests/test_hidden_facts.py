@@ -22,20 +22,25 @@ BOOK = " ".join(f"It was {a} and {b}, and nobody spoke." for a, b in itertools.p
 def test_what_is_asked_for_follows_from_the_facts(monkeypatch):
     form = hidden_facts.Form("{name}={value}", "{name}={other}", "{name}:{value}", "all {value}:{names}")
     monkeypatch.setattr(hidden_facts, "FORMS", [form])
-    several = 0
+    monkeypatch.setattr(hidden_facts, "LISTS", [", ".join])
+    monkeypatch.setattr(hidden_facts, "ASKED_TO_REPEAT", ["again {facts}"])
+    several = repeated = 0
     for seed in range(100):
         facts, questions = hidden_facts.facts_and_questions(WORDS, random.Random(seed))
         held: dict[str, str] = {}
         for fact in facts:
             name, value = fact.split("=")
             held[name] = held.get(value, value)  # that of a name before it, or one of its own
+        if f"again {', '.join(facts)}" in questions:
+            questions.remove(f"again {', '.join(facts)}")
+            repeated += 1
         asked = [question for question in questions if not question.startswith("all ")]
         assert sorted(asked) == sorted(f"{name}:{value}" for name, value in held.items())
         for question in set(questions) - set(asked):
             value, names = question.removeprefix("all ").split(":")
             assert names.split(", ") == [name for name in held if held[name] == value]
             several += 1
-    assert several > 10
+    assert several > 10 and 30 < repeated < 70
 
 
 def test_facts_are_spread_over_a_stretch_and_keep_their_order(monkeypatch):
