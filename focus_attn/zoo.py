@@ -80,14 +80,23 @@ def available_adapters() -> list[str]:
 def find_adapter(adapter: str | Path) -> Path:
     """The folder of an adapter: of a shipped one by its name, of a path, or of `owner/name` on the Hub.
 
-    A shipped one's name that is also a folder here means the shipped one.
+    The word for a shipped one means that one, with a warning where an adapter's folder of that name lies here; a
+    `Path` is always a folder.
     """
     if not isinstance(adapter, (str, Path)):
         raise TypeError(f"`adapter` must be a name or the path of a folder, got {adapter!r}")
-    if str(adapter) in available_adapters():
-        return ADAPTERS / adapter
     folder = Path(adapter)
-    if (folder / "focus_config.json").is_file():
+    is_adapter = (folder / "focus_config.json").is_file()
+    if isinstance(adapter, str) and adapter in available_adapters():
+        if is_adapter:
+            warnings.warn(
+                f"{adapter!r} means the adapter that ships with Focus, not the folder of that name here: "
+                f"write './{adapter}' for that one",
+                UserWarning,
+                stacklevel=2,
+            )
+        return ADAPTERS / adapter
+    if is_adapter:
         return folder
     if not folder.exists() and is_hub_name(str(adapter)):
         return find_on_hub(str(adapter))

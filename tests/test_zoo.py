@@ -4,6 +4,7 @@ import importlib.util
 import json
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -179,6 +180,16 @@ def test_adapter_folder_on_the_default_model(monkeypatch, tmp_path):
     model, _ = zoo.load_default_model(adapter=tmp_path / "adapter")
     assert isinstance(model, FocusModel)
     assert model.focus_config.num_groups == 4
+
+
+def test_a_folder_called_as_a_shipped_adapter_is_never_taken_silently(monkeypatch, tmp_path):
+    base, _ = zoo.tiny_random_model()
+    get_focus_model(base, FocusConfig(num_groups=4, window=8)).save_pretrained(tmp_path / "k8")
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(UserWarning, match=r"write './k8'"):
+        assert zoo.find_adapter("k8") == zoo.ADAPTERS / "k8"
+    for here in ("./k8", Path("k8")):
+        assert zoo.find_adapter(here).resolve() == tmp_path / "k8"
 
 
 def test_tiny_model_reads_what_it_writes():
