@@ -1,6 +1,6 @@
 """Train several recipes, ask each adapter the same questions, and say which one to keep.
 
-    python benchmarks/choose_adapter.py recipes/k8_nine_heads.yaml mine.yaml --seeds 2 --at-once 3 \
+    python benchmarks/choose_adapter.py recipes/k8_facts.yaml mine.yaml --seeds 2 --at-once 3 \
         --train books/train --train docs --test books/test --elsewhere wiki.test.raw \
         --requests choose.jsonl.xz --output runs/choice
 
