@@ -5,10 +5,11 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+import torch
 
 from focus_attn import FocusConfig, get_focus_model
 from focus_attn.bench import Timing, crossover, describe_crossover
-from focus_attn.demo import FOCUS, FULL, RANDOM, SHIPPED, WINDOW, DemoOptions, run_demo
+from focus_attn.demo import FOCUS, FULL, RANDOM, SHIPPED, WINDOW, DemoOptions, _seconds_a_block, run_demo
 from focus_attn.report import render_report
 from focus_attn.report.html import describe_gap
 from focus_attn.zoo import tiny_random_model
@@ -33,6 +34,19 @@ def test_every_condition_is_measured_on_the_same_predictions(demo):
     assert kept[FULL] is None
     assert kept[WINDOW] < kept[FOCUS]
     assert kept[RANDOM] == pytest.approx(kept[FOCUS], rel=0.2)
+
+
+def test_how_fast_a_machine_is_does_not_depend_on_its_disk(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("focus_attn.demo.time.perf_counter", lambda: clock[0])
+    seen = []
+
+    def base(ids):
+        clock[0] += 0.01 * ids.shape[1] if seen else 50.0  # the first forward waits for the weights
+        seen.append(ids.shape[1])
+
+    assert _seconds_a_block(base, torch.zeros(3, 64, dtype=torch.long)) == pytest.approx(0.64)
+    assert seen[-1] == 8
 
 
 @pytest.mark.parametrize(("blocks", "measured"), [(None, 4), (3, 3)])
