@@ -27,7 +27,8 @@ from focus_attn.evaluation.perplexity import first_token
 from focus_attn.training import Recipe, probe_groups, train
 from focus_attn.training.blocks import Blocks, cut_blocks
 from focus_attn.training.checkpoint import base_parameters
-from focus_attn.training.data import open_tokens, read_documents
+from focus_attn.training.data import open_tokens
+from focus_attn.training.documents import read_documents
 from focus_attn.training.recipe import Data
 from focus_attn.zoo import cast_parameters, find_adapter
 

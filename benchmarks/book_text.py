@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from focus_attn.training.data import read_documents
+from focus_attn.training.documents import read_documents
 
 SENTENCE_END = re.compile(r'(?:(?<=[.!?])|(?<=[.!?]["”\']))\s+(?=[A-Z"“])')
 WORDS_A_TOKEN = 0.75

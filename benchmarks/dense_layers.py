@@ -31,7 +31,7 @@ from focus_attn.bench.options import read_device
 from focus_attn.bench.record import write_json
 from focus_attn.evaluation.models import load_compared
 from focus_attn.evaluation.perplexity import block_perplexity
-from focus_attn.evaluation.requests import Requests
+from focus_attn.evaluation.requests import Item, Requests
 from focus_attn.evaluation.retrieval import KINDS, retrieval
 from focus_attn.evaluation.scoring import Scorer
 from focus_attn.evaluation.tasks import evenly
@@ -85,23 +85,31 @@ def right_answers(
         answers = {item.key: ", ".join(item.answer["strings"]) for item in asked.items}
     else:
         with model.disable_focus():
-            written = {key: score["text"].lstrip() for batch in scorer.run(asked.items) for key, score in batch}
-        answers = {item.key: _up_to_the_last(item.answer["strings"], written[item.key]) for item in asked.items}
-    items = []
-    for item in asked.items:
-        if answer := answers[item.key]:
-            # The space: some tokenizers drop it from what is written, where a text begins.
-            ids = tokenizer.encode(" " + answer, add_special_tokens=False)
-            items.append(replace(item, kind="loglikelihood", continuations=[ids], options={}))
+            written = {key: score["text"] for batch in scorer.run(asked.items) for key, score in batch}
+        answers = {item.key: up_to_the_last(item.answer["strings"], written[item.key], 2) for item in asked.items}
+    items = with_answers(asked.items, answers, tokenizer)
     if not items:
         raise SystemExit("the base model finds nothing to compare with: ask for more --items, or for shorter texts")
     return Requests(asked.tasks, items, asked.prefixes)
 
 
-def _up_to_the_last(strings: Sequence[str], text: str) -> str:
-    """Nothing where fewer than two of them are in it."""
+def up_to_the_last(strings: Sequence[str], text: str, fewest: int) -> str:
+    """Nothing where fewer than so many of them are in it."""
     ends = [at + len(one) for one in strings if (at := text.find(one)) >= 0]
-    return text[: max(ends)] if len(ends) > 1 else ""
+    return text[: max(ends)] if len(ends) >= fewest else ""
+
+
+def with_answers(
+    items: Sequence[Item], answers: Mapping[tuple[str, str], str], tokenizer: PreTrainedTokenizerBase
+) -> list[Item]:
+    """Items whose answers are generated, as those with one answer, where there is one."""
+    found = []
+    for item in items:
+        if answer := answers[item.key].lstrip():
+            # The space: some tokenizers drop it from what is written, where a text begins.
+            ids = tokenizer.encode(" " + answer, add_special_tokens=False)
+            found.append(replace(item, kind="loglikelihood", continuations=[ids], options={}))
+    return found
 
 
 def of_task(requests: Requests, name: str, most: int) -> Requests:

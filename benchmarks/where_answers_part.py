@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from dense_layers import up_to_the_last, with_answers
 from torch import Tensor
 
 from focus_attn import FocusModel
@@ -40,11 +41,6 @@ class Read(NamedTuple):
         logits = model(input_ids=ids, logits_to_keep=len(answer) + 1).logits[0, :-1].float()
         at = torch.arange(len(answer), device=device)
         return cls(logits.softmax(-1)[at, ids[0, -len(answer) :]], logits.argmax(-1))
-
-
-def up_to_the_last(strings: list[str], text: str) -> str:
-    """Nothing where none of them is in it."""
-    return text[: max((text.find(one) + len(one) for one in strings if one in text), default=0)]
 
 
 def parting(answer: list[int], read: Read) -> int | None:
@@ -97,19 +93,18 @@ def main() -> None:
     about, scores = read_scores(options.scores)
     if about.get("requests") != requests.digest:
         parser.error(f"{str(options.scores)!r} answers other requests than {str(options.requests)!r}")
-    written = [
-        (item, up_to_the_last(item.answer["strings"], scores[item.key]["text"])) for item in items if item.key in scores
-    ]
-    asked = [(item, text) for item, text in written if text]
-    if not asked:
+    items = [item for item in items if item.key in scores]
+    answers = {item.key: up_to_the_last(item.answer["strings"], scores[item.key]["text"], 1) for item in items}
+    if not any(answers.values()):
         raise SystemExit("the base model found none of the strings: there is no answer to read")
-    print(f"{options.task}: the base model found something in {len(asked)} of {len(items)} items", flush=True)
     loaded = load_compared(options.model, [options.adapter], torch.float32, read_device(options.device))
     model, tokenizer = loaded.model.eval(), loaded.tokenizer
+    asked = with_answers(items, answers, tokenizer)
+    print(f"{options.task}: the base model found something in {len(asked)} of {len(items)} items", flush=True)
     found = []
-    for item, text in asked:
-        answer = tokenizer.encode(" " + text.lstrip(), add_special_tokens=False)
-        one = {"item": item.item, **compare(model, [*requests.whole_context(item)], answer, tokenizer)}
+    for item in asked:
+        (answer,) = item.continuations
+        one = {"item": item.item, **compare(model, [*requests.whole_context(item)], [*answer], tokenizer)}
         found.append(one)
         print(f"{item.item}: {told(one)}", flush=True)
         write_json(options.json, {"adapter": Path(options.adapter).name, "asked": len(items), "items": found})

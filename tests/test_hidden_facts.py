@@ -78,6 +78,8 @@ def test_no_form_is_that_of_the_evaluation():
     for form in hidden_facts.FORMS:
         given = form.given.format(name="ABCDE", value="7654321"), form.same.format(name="ABCDE", other="FGHIJ")
         assert not judged & {shape(fact) for fact in given}
+    said = " ".join(word for hidden in made.values() for word in (hidden.opening, *hidden.facts, hidden.question))
+    assert not any(asked.split("{")[0].strip() in said for asked in hidden_facts.ASKED_TO_REPEAT)
 
 
 def shape(fact):

@@ -11,6 +11,7 @@ from tiny import tokenizer_with_bos
 
 from focus_attn.evaluation import token_blocks
 from focus_attn.training import data as data_module
+from focus_attn.training import documents as documents_module
 from focus_attn.training.blocks import ShuffledBlocks, cut_blocks
 from focus_attn.training.data import TokenStore, check_vocabulary, open_tokens
 from focus_attn.training.recipe import Data
@@ -72,7 +73,7 @@ def test_rows_that_are_the_lines_of_one_text_are_joined(tmp_path, tokenizer, mon
     assert together.digest != apart.digest
     fake_datasets(monkeypatch, lambda: ({"text": line} for line in LINES))
     assert documents(open_tokens("hub:owner/name", tokenizer, Data(join=True)), tokenizer) == [JOINED]
-    monkeypatch.setattr(data_module, "JOINED_CHARACTERS", 16)  # a stream need not end: it is read in pieces
+    monkeypatch.setattr(documents_module, "JOINED_CHARACTERS", 16)  # a stream need not end: it is read in pieces
     pieces = documents(open_tokens("hub:owner/name:long", tokenizer, Data(join=True)), tokenizer)
     assert len(pieces) > 1 and "".join(pieces) == JOINED
 

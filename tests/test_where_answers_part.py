@@ -55,8 +55,8 @@ def test_one_group_writes_what_the_base_model_writes():
 
 
 def test_an_answer_ends_with_the_last_string_that_was_asked_for():
-    assert parts.up_to_the_last(["AB", "CD", "XY"], " 1. CD 2. AB 3. EF") == " 1. CD 2. AB"
-    assert parts.up_to_the_last(["XY"], " 1. CD") == ""
+    assert parts.up_to_the_last(["AB", "CD", "XY"], " 1. CD 2. AB 3. EF", 1) == " 1. CD 2. AB"
+    assert parts.up_to_the_last(["XY"], " 1. CD", 1) == ""
 
 
 def test_the_program_reads_what_focus_eval_left(tmp_path, monkeypatch, capsys):

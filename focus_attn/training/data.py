@@ -1,4 +1,4 @@
-"""Text to token ids, once: files, folders, JSONL, hub datasets, or what a program has at hand.
+"""Text to token ids, once: what documents.py reads, or what a program has at hand.
 
 Ids are kept in the cache folder under a digest of the text and the tokenizer, so that a second run reads them back. A
 document's ids carry no special tokens. What the tokenizer begins every text with stands beside them: each block that is
@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,17 +25,16 @@ from torch import Tensor
 
 from focus_attn.evaluation.perplexity import first_token
 from focus_attn.progress import Progress
-from focus_attn.text import SUFFIXES, default_text, read_text
+from focus_attn.text import default_text
+from focus_attn.training.documents import HUB, dataset_documents, hub_documents, read_documents, text_files
 from focus_attn.training.recipe import Data
 from focus_attn.zoo import cache_folder
 
 FORMAT = 1  # raised when what is written below changes
 IDS, OFFSETS, META = "ids.bin", "offsets.bin", "meta.json"
-HUB, BUILTIN = "hub:", "builtin"
-LONGEST_NAME = 255  # of a file, in most file systems
+BUILTIN = "builtin"
 DOCUMENTS_AT_ONCE = 64
 CHARACTERS_AT_ONCE = 1 << 22
-JOINED_CHARACTERS = 1 << 20  # of a document of joined lines: a stream is read a piece at a time
 
 
 @dataclass(frozen=True)
@@ -132,73 +131,6 @@ def check_vocabulary(store: TokenStore, tokenizer: Any, vocabulary: int) -> None
         )
 
 
-def read_documents(path: Path, field: str, join: bool = False) -> Iterator[str]:
-    """The texts of a file or of every file below a folder, in the order of their names; JSONL line by line, or with
-    `join` as one text."""
-    for file in _files(path):
-        if file.suffix == ".jsonl":
-            yield from _documents(_jsonl(file, field), join)
-        elif file.stat().st_size:
-            yield from read_text(file)
-
-
-def _files(path: Path) -> list[Path]:
-    if "\n" in str(path) or len(path.name) > LONGEST_NAME:
-        raise ValueError("a text itself is given as a list of documents, [text]; a string names a file or a folder")
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
-        if not files:
-            raise ValueError(f"no {', '.join(SUFFIXES)} file below the folder {str(path)!r}")
-        return files
-    if not path.is_file():
-        raise ValueError(
-            f"no such file or folder: {str(path)!r} (a dataset of the Hugging Face Hub is written "
-            f"{HUB}owner/name, and text itself is given as a list of documents)"
-        )
-    if path.suffix not in SUFFIXES:
-        raise ValueError(f"{str(path)!r} is not one of the kinds that can be read: {', '.join(SUFFIXES)}")
-    return [path]
-
-
-def _jsonl(file: Path, field: str) -> Iterator[str]:
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"line {number} of {str(file)!r} is not JSON: {error.msg}") from None
-            yield _field(record, field, f"line {number} of {str(file)!r}")
-
-
-def _documents(rows: Iterable[str], join: bool) -> Iterator[str]:
-    """Each row is a document or, joined, a line of one text, blank ones included: WikiText on the hub is so, and any
-    text file that `datasets` reads."""
-    if not join:
-        yield from rows
-        return
-    lines: list[str] = []
-    size = 0
-    for row in rows:
-        lines.append(row if row.endswith("\n") else f"{row}\n")
-        size += len(lines[-1])
-        if size >= JOINED_CHARACTERS:
-            yield "".join(lines)
-            lines, size = [], 0
-    yield "".join(lines)
-
-
-def _field(record: Any, field: str, where: str) -> str:
-    if isinstance(record, dict) and isinstance(record.get(field), str):
-        return record[field]
-    if not isinstance(record, dict):
-        raise ValueError(f"{where} is a {type(record).__name__}: a document is an object with a field {field!r}")
-    if field in record:
-        raise ValueError(f"{where}: the field {field!r} holds a {type(record[field]).__name__}, no text")
-    raise ValueError(f"{where} has no field {field!r} (it has: {', '.join(record)}); name it with `data.field`")
-
-
 def _from_name(name: str, tokenizer: Any, data: Data, limit: int | None, progress: Progress | None) -> TokenStore:
     joined = [b"joined"] if data.join else []
     if name == BUILTIN:
@@ -206,9 +138,11 @@ def _from_name(name: str, tokenizer: Any, data: Data, limit: int | None, progres
         return _cached(name, _digest(text.encode() for text in documents), documents, tokenizer, None, progress)
     if name.startswith(HUB):
         described = f"{name} {data.field} {limit}"
-        return _cached(name, _digest([described.encode(), *joined]), _hub_rows(name, data), tokenizer, limit, progress)
+        return _cached(
+            name, _digest([described.encode(), *joined]), hub_documents(name, data), tokenizer, limit, progress
+        )
     path = Path(name).expanduser()
-    contents = (part for file in _files(path) for part in (file.suffix.encode(), *_parts(file)))
+    contents = (part for file in text_files(path) for part in (file.suffix.encode(), *_parts(file)))
     digest = _digest([data.field.encode(), *contents, *joined])
     return _cached(str(path), digest, read_documents(path, data.field, data.join), tokenizer, None, progress)
 
@@ -217,39 +151,6 @@ def _parts(file: Path) -> Iterator[bytes]:
     with file.open("rb") as content:
         while part := content.read(1 << 24):
             yield part
-
-
-def _hub_rows(name: str, data: Data) -> Iterator[str]:
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise ImportError("datasets of the Hugging Face Hub need: pip install datasets") from None
-    dataset, split, subset, *more = [*name.removeprefix(HUB).split(":"), "", ""]
-    if not dataset or len(more) > 2:
-        raise ValueError(f"a dataset of the hub is written {HUB}owner/name[:split[:subset]], got {name!r}")
-    return _rows(name, lambda: load_dataset(dataset, subset or None, split=split or "train", streaming=True), data)
-
-
-def _rows(name: str, load: Callable[[], Iterable[Any]], data: Data) -> Iterator[str]:
-    """The texts of a dataset. However the transfer fails, it is one sentence."""
-    read = 0
-
-    def rows() -> Iterator[str]:
-        nonlocal read
-        for row in load():
-            yield _field(row, data.field, name)
-            read += 1
-
-    try:
-        yield from _documents(rows(), data.join)
-    except (ValueError, GeneratorExit):  # of ours, or of `datasets` about what was asked for
-        raise
-    except Exception as error:  # one of many: offline, no such dataset, a broken connection
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise OSError(
-            f"reading {name} stopped after {read:,} rows ({reason}): nothing was kept; look at the connection and "
-            "start the same command again"
-        ) from error
 
 
 def _from_dataset(dataset: Any, tokenizer: Any, data: Data, limit: int | None, progress: Progress | None) -> TokenStore:
@@ -261,7 +162,7 @@ def _from_dataset(dataset: Any, tokenizer: Any, data: Data, limit: int | None, p
     columns = dataset.column_names or []
     if "input_ids" in columns:
         return _in_memory([torch.as_tensor(row["input_ids"]) for row in dataset])
-    texts = _rows("the dataset", lambda: dataset, data)
+    texts = dataset_documents("the dataset", lambda: dataset, data)
     if not hasattr(dataset, "__len__"):  # a stream: nothing says what it will give, so there is nothing to cache by
         rows = _up_to(limit, map(torch.tensor, _token_lists(texts, _needed(tokenizer))))
         return dataclasses.replace(_in_memory(list(rows)), begin=tuple(first_token(tokenizer)))
