@@ -359,6 +359,14 @@ def test_time_is_that_of_every_layer_it_names():
     assert timed["dense_ms"] > 0
 
 
+def test_layers_with_dense_heads_are_timed_in_their_share():
+    """Evenly spread layers alone can all be ones with a dense head, or none."""
+    config = FocusConfig(num_groups=4, window=8, dense_heads=[[0, 0], [3, 1], [6, 0]])
+    model = get_focus_model(tiny_model(num_hidden_layers=9), config)
+    calls = layer_calls(model, torch.arange(64), count=3)
+    assert [call.layer_idx for call in calls] == [2, 3, 7]
+
+
 def test_counting_pairs_is_not_timed(monkeypatch):
     """Focus is timed without it, and so are the peers that run on its kernels."""
 

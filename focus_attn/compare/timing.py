@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -27,19 +28,34 @@ from focus_attn.model import FocusModel
 from focus_attn.visibility import EVERYTHING
 
 SECONDS = 5.0  # no round of timed runs begins that would end later: slow peers are timed fewer times
-LAYERS = 4  # evenly spread over those that attend to everything
+LAYERS = 8  # of those that attend to everything
 ROW = "this row"
 
 Attend = Callable[[LayerCall], object]
 
 
 def layer_calls(model: nn.Module, block: Tensor, count: int = LAYERS) -> list[LayerCall]:
-    """What `count` of the layers are given on a block [T] of text, with full attention before them."""
+    """What `count` of the layers are given on a block [T] of text, with full attention before them.
+
+    They are evenly spread, and those with dense heads, which take longer, are among them in their share of the model.
+    """
     calls: list[LayerCall] = []
     watch_layers(model, block[None], calls.append)
     count = min(count, len(calls))  # none where all slide
-    chosen = (calls[index * len(calls) // count] for index in range(count))
+    heads = _dense_heads(model)
+    ordered = sorted(calls, key=lambda call: heads[call.layer_idx])
+    chosen = [ordered[(2 * index + 1) * len(calls) // (2 * count)] for index in range(count)]
+    chosen.sort(key=lambda call: call.layer_idx)
     return [dataclasses.replace(call, counted=False) for call in chosen]  # only the attention is on the clock
+
+
+def _dense_heads(model: nn.Module) -> Counter[int]:
+    """How many heads of each layer Focus leaves dense: all of them where it leaves the layer alone."""
+    heads = Counter[int]()
+    for layer in model.focus_layers() if isinstance(model, FocusModel) else []:
+        spec, router = layer.spec, layer.router
+        heads[spec.layer_idx] = spec.num_kv_heads if router is None else len(router.dense_heads)
+    return heads
 
 
 @torch.no_grad()
