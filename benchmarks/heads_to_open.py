@@ -7,8 +7,9 @@ Between an adapter and full attention lies a path along which the pairs that gro
 head at once. The loss falls along it, and the gradient by each head's own share of opening says who brought it about:
 integrated gradients, which add up to the whole gap but for tokens that change their groups on the way. One backward
 pass a step answers for all heads, where `dense_layers.py` asks them one at a time. The loss is that of right answers,
-as there (or with `--true` of the hidden facts themselves, where the base model seldom finds them); half of the items
-find the heads, the other half say what opening them gives back, nothing trained.
+as there, or with `--true` of the hidden facts themselves, where the base model seldom finds them, or with `--answer`
+of one text behind every item: where `where_answers_part.py` says that answers part. Half of the items find the heads,
+the other half say what opening them gives back, nothing trained.
 It is a choice that comes of this, `dense_heads` of a recipe, so ask what the adapter is not judged by. It needs some
 six times heads x tokens x tokens x 4 bytes: 4 GB for 9 heads at 4,096 tokens.
 """
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from dense_layers import of_task, right_answers
+from dense_layers import of_task, right_answers, with_answers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
@@ -124,11 +125,13 @@ class Opening:
         return total / len(questions)
 
 
-def questions_of(asked: Requests, device: torch.device) -> list[Question]:
+def questions_of(asked: Requests, device: torch.device, last: int | None = None) -> list[Question]:
+    """last: the loss is that of so many of an answer's tokens."""
     found = []
     for item in asked.items:
         (answer,) = item.continuations
-        found.append(Question(torch.tensor([*asked.whole_context(item), *answer], device=device), len(answer)))
+        ids = torch.tensor([*asked.whole_context(item), *answer], device=device)
+        found.append(Question(ids, min(last or len(answer), len(answer))))
     return found
 
 
@@ -183,11 +186,16 @@ def main() -> None:
     parser.add_argument("--requests", type=Path, required=True, help="a file of `focus eval --write-requests`")
     parser.add_argument("--task", action="append", required=True, help="of the file; repeat it")
     parser.add_argument("--items", type=int, default=24, help="of each task; every other one checks what was found")
-    parser.add_argument("--true", action="store_true", help="ask for the hidden facts, though the base model miss them")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--true", action="store_true", help="ask for the hidden facts, though the base model miss them")
+    what.add_argument("--answer", help="ask every item for this text, such as ' 1. VAR'")
+    parser.add_argument("--last", type=int, help="count so many tokens of each answer, the last ones")
     parser.add_argument("--count", type=int, default=5, help="heads to name")
     parser.add_argument("--device")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
+    if options.last is not None and options.last < 1:
+        parser.error("--last counts at least one token")
     device = read_device(options.device)
     loaded = load_compared(options.model, [options.adapter], torch.float32, device)
     model = loaded.model.eval().requires_grad_(False)
@@ -200,10 +208,15 @@ def main() -> None:
             f"{task}: {len(chosen.items)} items; where answers are generated, the base model writes them first",
             flush=True,
         )
-        of = right_answers(model, chosen, loaded.tokenizer, options.true)
+        if options.answer:
+            answers = {item.key: options.answer for item in chosen.items}
+            items = with_answers(chosen.items, answers, loaded.tokenizer)
+            of = Requests(chosen.tasks, items, chosen.prefixes)
+        else:
+            of = right_answers(model, chosen, loaded.tokenizer, options.true)
         if len(of.items) < 2:
             raise SystemExit(f"{task!r} has one item to ask, and it takes two, to find heads by and to check them")
-        asked[task] = questions_of(of, device)
+        asked[task] = questions_of(of, device, options.last)
     write_json(options.json, {"adapter": Path(options.adapter).name, **find(path, asked, options.count)})
 
 

@@ -8,6 +8,7 @@ import torch
 from tiny import tiny_model
 
 from focus_attn import FocusConfig, get_focus_model
+from focus_attn.evaluation.requests import Item, Requests, Task
 from focus_attn.zoo import tiny_random_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -88,6 +89,19 @@ def test_every_gap_counts_alike_and_other_items_check(capsys):
     assert "none: nothing is lost there" in said and "over all of them: 1.1, 1.0" in said
     with pytest.raises(SystemExit, match="no head gives anything back"):
         heads_to_open.find(bending(), {"none": asked["none"]}, 2)
+
+
+def test_one_text_is_asked_behind_every_item_and_its_last_tokens_count():
+    task = Task("facts", "found_strings", "retrieval")
+    items = [Item("facts", str(number), "generate", [7, 8, 9 + number], answer={"strings": ["A"]}) for number in (0, 1)]
+    _, tokenizer = tiny_random_model()
+    answers = {item.key: " 1. V" for item in items}
+    asked = Requests({"facts": task}, heads_to_open.with_answers(items, answers, tokenizer), {})
+    whole = tokenizer.encode(" 1. V", add_special_tokens=False)
+    for number, question in enumerate(heads_to_open.questions_of(asked, torch.device("cpu"), last=1)):
+        assert question.ids.tolist() == [7, 8, 9 + number, *whole] and question.answer == 1
+    assert heads_to_open.questions_of(asked, torch.device("cpu"))[0].answer == len(whole)
+    assert heads_to_open.questions_of(asked, torch.device("cpu"), last=99)[0].answer == len(whole)
 
 
 def test_what_it_cannot_open_it_refuses():
