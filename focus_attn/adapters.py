@@ -26,6 +26,7 @@ CONFIG_FILE = "focus_config.json"
 WEIGHTS_FILE = "focus_model.safetensors"
 BASE_FOLDER = "base_model"  # beside them, where the model's own weights were trained with the routers
 FORMAT_VERSION = 1
+ADAPTERS = Path(__file__).parent / "adapters"  # those that ship with the package
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,13 @@ def _write_atomically(path: Path, content: bytes) -> None:
         raise
 
 
+def available_adapters() -> list[str]:
+    """Names of the adapters that ship with the package."""
+    return sorted(folder.parent.name for folder in ADAPTERS.glob(f"*/{CONFIG_FILE}"))
+
+
 def read_adapter(source: str | os.PathLike[str], **hub_options: Any) -> Adapter:
-    """From a folder, or by name from the Hugging Face Hub. Whatever is wrong with it is a ValueError."""
+    """From a folder, or by name: a shipped one, or one on the Hugging Face Hub. Whatever is wrong is a ValueError."""
     config_path, weights_path = (_locate(source, name, hub_options) for name in (CONFIG_FILE, WEIGHTS_FILE))
     described = _read_json(config_path)
     version = described.get("format_version")
@@ -118,13 +124,18 @@ def find_on_hub(name: str) -> Path:
 def _locate(source: str | os.PathLike[str], name: str, hub_options: dict[str, Any]) -> Path:
     if not isinstance(source, (str, os.PathLike)):
         raise TypeError(f"an adapter comes from a folder or from the Hub, by its name; got {type(source).__name__}")
-    folder = Path(source)
+    folder, shipped = Path(source), available_adapters()
+    if source in shipped and not folder.exists():
+        folder = ADAPTERS / folder
     if folder.is_dir():
         if not (folder / name).is_file():
             raise ValueError(f"{str(folder)!r} holds no Focus adapter: {name} is missing")
         return folder / name
     if folder.exists() or not is_hub_name(str(source)):
-        raise ValueError(f"no adapter folder at {str(source)!r}, and it is no `owner/name` on the Hugging Face Hub")
+        raise ValueError(
+            f"no adapter folder at {str(source)!r}, and it is neither a shipped adapter "
+            f"({', '.join(map(repr, shipped))}) nor `owner/name` on the Hugging Face Hub"
+        )
     from huggingface_hub import hf_hub_download
 
     try:

@@ -308,9 +308,9 @@ class FocusModel(nn.Module, PushToHubMixin):
         changes: Mapping[str, Any] | None = None,
         **hub_options: Any,
     ) -> None:
-        """Read an adapter from a folder or the Hub beside those there are. A bad file changes nothing.
+        """Read an adapter beside those there are. A bad file changes nothing.
 
-        changes: fields of its config to serve it with instead, as in `from_pretrained`.
+        source, changes: as in `from_pretrained`.
         """
         found = read_adapter(source, **hub_options)
         check_own_base(source, self.base_model)
@@ -397,6 +397,7 @@ class FocusModel(nn.Module, PushToHubMixin):
     ) -> FocusModel:
         """Put a saved adapter on a base model. With a bad file the base model stays untouched.
 
+        source: a folder, the name of a shipped adapter ("k8") where no folder has it, or `owner/name` on the Hub.
         changes: fields of its config to serve it with instead, such as `window`, `num_sinks`, `dense_heads`, `backend`:
             the same routers, more pairs or fewer. A list takes the place of the adapter's own.
         """

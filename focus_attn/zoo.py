@@ -25,7 +25,7 @@ import torch
 from filelock import FileLock
 from torch import nn
 
-from focus_attn.adapters import find_on_hub, is_hub_name
+from focus_attn.adapters import ADAPTERS, available_adapters, find_on_hub, is_hub_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -36,7 +36,6 @@ MODEL_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 FOLDER = "smollm2-135m-instruct"
 MARKER = "conversion.json"
 CONVERSION_FORMAT = 1  # raised when what is written below changes, so that older copies are made anew
-ADAPTERS = Path(__file__).parent / "adapters"
 
 
 def load_default_model(
@@ -70,11 +69,6 @@ def cast_parameters(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> N
     precision."""
     for parameter in parameters:
         parameter.data = parameter.data.to(dtype)
-
-
-def available_adapters() -> list[str]:
-    """Names of the adapters that ship with the package."""
-    return sorted(folder.parent.name for folder in ADAPTERS.glob("*/focus_config.json"))
 
 
 def find_adapter(adapter: str | Path) -> Path:

@@ -192,6 +192,18 @@ def test_a_folder_called_as_a_shipped_adapter_is_never_taken_silently(monkeypatc
         assert zoo.find_adapter(here).resolve() == tmp_path / "k8"
 
 
+def test_shipped_adapters_are_read_by_name_where_no_folder_has_it(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert read_adapter("k8").config == read_adapter(zoo.find_adapter("k8")).config
+    with pytest.raises(ValueError, match=r"no adapter folder at 'k9', and it is neither a shipped adapter .*'k8'"):
+        read_adapter("k9")
+    with pytest.raises(ValueError, match="no adapter folder"):
+        read_adapter(Path("k8"))  # a path is always a folder
+    base, _ = zoo.tiny_random_model()
+    get_focus_model(base, FocusConfig(num_groups=4, window=8)).save_pretrained("k8")
+    assert read_adapter("k8").config.num_groups == 4 and read_adapter("k8").config.window == 8
+
+
 def test_tiny_model_reads_what_it_writes():
     _, tokenizer = zoo.tiny_random_model()
     assert tokenizer.decode(tokenizer("Grüße, 12 cats\n").input_ids) == "Grüße, 12 cats\n"
