@@ -68,7 +68,11 @@ def answer_loss(asked: Requests) -> Loss:
 
 @torch.no_grad()
 def right_answers(
-    model: FocusModel, asked: Requests, tokenizer: PreTrainedTokenizerBase, true: bool = False
+    model: FocusModel,
+    asked: Requests,
+    tokenizer: PreTrainedTokenizerBase,
+    true: bool = False,
+    given: str | None = None,
 ) -> Requests:
     """Items whose answers are generated, as those with one answer: what the model writes without Focus, up to the last
     string that was asked for. Those where it finds fewer than two are left out: there is nothing to lose. Items with
@@ -76,12 +80,15 @@ def right_answers(
 
     true: the answer is the strings themselves, one after the other. Where the model seldom finds them they are still
     more or less likely.
+    given: the answer of every item, whatever was asked.
     """
     scorer = Scorer(model, asked, tokenizer)
     scorer.check()
-    if asked.items[0].kind != "generate":
+    if given is not None:
+        answers = {item.key: given for item in asked.items}
+    elif asked.items[0].kind != "generate":
         return asked
-    if true:
+    elif true:
         answers = {item.key: ", ".join(item.answer["strings"]) for item in asked.items}
     else:
         with model.disable_focus():

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from dense_layers import of_task, right_answers, with_answers
+from dense_layers import of_task, right_answers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
@@ -126,7 +126,7 @@ class Opening:
 
 
 def questions_of(asked: Requests, device: torch.device, last: int | None = None) -> list[Question]:
-    """last: the loss is that of so many of an answer's tokens."""
+    """last: the loss is that of so many tokens of an answer, the last ones."""
     found = []
     for item in asked.items:
         (answer,) = item.continuations
@@ -196,6 +196,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.last is not None and options.last < 1:
         parser.error("--last counts at least one token")
+    if options.answer is not None and not options.answer.strip():
+        parser.error("--answer needs a text to ask for")
     device = read_device(options.device)
     loaded = load_compared(options.model, [options.adapter], torch.float32, device)
     model = loaded.model.eval().requires_grad_(False)
@@ -204,16 +206,9 @@ def main() -> None:
     asked = {}
     for task in dict.fromkeys(options.task):
         chosen = of_task(requests, task, options.items)
-        print(
-            f"{task}: {len(chosen.items)} items; where answers are generated, the base model writes them first",
-            flush=True,
-        )
-        if options.answer:
-            answers = {item.key: options.answer for item in chosen.items}
-            items = with_answers(chosen.items, answers, loaded.tokenizer)
-            of = Requests(chosen.tasks, items, chosen.prefixes)
-        else:
-            of = right_answers(model, chosen, loaded.tokenizer, options.true)
+        writes = "" if options.true or options.answer else "; where answers are generated, the base model writes them"
+        print(f"{task}: {len(chosen.items)} items{writes}", flush=True)
+        of = right_answers(model, chosen, loaded.tokenizer, options.true, options.answer)
         if len(of.items) < 2:
             raise SystemExit(f"{task!r} has one item to ask, and it takes two, to find heads by and to check them")
         asked[task] = questions_of(of, device, options.last)

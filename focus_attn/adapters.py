@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import tempfile
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -84,6 +85,7 @@ def available_adapters() -> list[str]:
 
 def read_adapter(source: str | os.PathLike[str], **hub_options: Any) -> Adapter:
     """From a folder, or by name: a shipped one, or one on the Hugging Face Hub. Whatever is wrong is a ValueError."""
+    source = _folder_if_shipped(source)
     config_path, weights_path = (_locate(source, name, hub_options) for name in (CONFIG_FILE, WEIGHTS_FILE))
     described = _read_json(config_path)
     version = described.get("format_version")
@@ -110,6 +112,21 @@ def read_adapter(source: str | os.PathLike[str], **hub_options: Any) -> Adapter:
     return Adapter(config, base, tensors)
 
 
+def _folder_if_shipped(source: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """A word may be the name of a folder that someone saved to, which then goes first; but not silently."""
+    if source not in available_adapters():
+        return source
+    if not (Path(source) / CONFIG_FILE).is_file():
+        return ADAPTERS / source
+    warnings.warn(
+        f"{source!r} is read from the folder of that name here, not from the adapter that ships with Focus: write "
+        f"'./{source}' to say so, or `focus_attn.zoo.find_adapter({source!r})` for the shipped one",
+        UserWarning,
+        stacklevel=4,
+    )
+    return source
+
+
 def is_hub_name(name: str) -> bool:
     """Whether it could be `owner/name` on the Hub: one slash, and no path by its beginning."""
     return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith("/")
@@ -123,18 +140,17 @@ def find_on_hub(name: str) -> Path:
 
 def _locate(source: str | os.PathLike[str], name: str, hub_options: dict[str, Any]) -> Path:
     if not isinstance(source, (str, os.PathLike)):
-        raise TypeError(f"an adapter comes from a folder or from the Hub, by its name; got {type(source).__name__}")
-    folder, shipped = Path(source), available_adapters()
-    if source in shipped and not folder.exists():
-        folder = ADAPTERS / folder
+        raise TypeError(f"an adapter is a folder, or the name of one; got {type(source).__name__}")
+    folder = Path(source)
     if folder.is_dir():
         if not (folder / name).is_file():
             raise ValueError(f"{str(folder)!r} holds no Focus adapter: {name} is missing")
         return folder / name
     if folder.exists() or not is_hub_name(str(source)):
+        shipped = ", ".join(map(repr, available_adapters())) or "none in this version"
         raise ValueError(
-            f"no adapter folder at {str(source)!r}, and it is neither a shipped adapter "
-            f"({', '.join(map(repr, shipped))}) nor `owner/name` on the Hugging Face Hub"
+            f"no adapter folder at {str(source)!r}; what is read by its name is a shipped adapter ({shipped}) or "
+            "`owner/name` on the Hugging Face Hub"
         )
     from huggingface_hub import hf_hub_download
 

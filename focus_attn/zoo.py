@@ -25,7 +25,7 @@ import torch
 from filelock import FileLock
 from torch import nn
 
-from focus_attn.adapters import ADAPTERS, available_adapters, find_on_hub, is_hub_name
+from focus_attn.adapters import ADAPTERS, CONFIG_FILE, available_adapters, find_on_hub, is_hub_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -80,7 +80,7 @@ def find_adapter(adapter: str | Path) -> Path:
     if not isinstance(adapter, (str, Path)):
         raise TypeError(f"`adapter` must be a name or the path of a folder, got {adapter!r}")
     folder = Path(adapter)
-    is_adapter = (folder / "focus_config.json").is_file()
+    is_adapter = (folder / CONFIG_FILE).is_file()
     if isinstance(adapter, str) and adapter in available_adapters():
         if is_adapter:
             warnings.warn(
@@ -97,7 +97,7 @@ def find_adapter(adapter: str | Path) -> Path:
     shipped = ", ".join(map(repr, available_adapters())) or "none in this version"
     raise ValueError(
         f"no adapter {str(adapter)!r}: it is neither a shipped one ({shipped}), nor a folder that "
-        "`save_pretrained` wrote (no focus_config.json in it), nor `owner/name` on the Hugging Face Hub"
+        f"`save_pretrained` wrote (no {CONFIG_FILE} in it), nor `owner/name` on the Hugging Face Hub"
     )
 
 

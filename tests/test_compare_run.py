@@ -363,8 +363,11 @@ def test_layers_with_dense_heads_are_timed_in_their_share():
     """Evenly spread layers alone can all be ones with a dense head, or none."""
     config = FocusConfig(num_groups=4, window=8, dense_heads=[[0, 0], [3, 1], [6, 0]])
     model = get_focus_model(tiny_model(num_hidden_layers=9), config)
-    calls = layer_calls(model, torch.arange(64), count=3)
-    assert [call.layer_idx for call in calls] == [2, 3, 7]
+    assert [call.layer_idx for call in layer_calls(model, torch.arange(64), count=3)] == [2, 3, 7]
+    config = FocusConfig(num_groups=4, window=8, dense_layers=(0, 3, 6))
+    model = get_focus_model(tiny_model(num_hidden_layers=9), config)
+    assert [call.layer_idx for call in layer_calls(model, torch.arange(64), count=3)] == [2, 3, 7]
+    assert [call.layer_idx for call in layer_calls(model.unload(), torch.arange(64), count=3)] == [1, 4, 7]
 
 
 def test_counting_pairs_is_not_timed(monkeypatch):

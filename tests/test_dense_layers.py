@@ -83,6 +83,10 @@ def test_hidden_facts_themselves_are_asked():
     assert tokenizer.decode(found.continuations[0]) == " ab, cd"
     choice = dense_layers.of_task(whole, "choice", 3)
     assert dense_layers.right_answers(model, choice, tokenizer, true=True) is choice
+    for one in (asked, choice):  # a text that is given is asked for whatever the task asks
+        found = dense_layers.right_answers(model, one, tokenizer, given=" 1. V")
+        assert len(found.items) == len(one.items) and found.prefixes == one.prefixes
+        assert {tokenizer.decode(answer) for item in found.items for answer in item.continuations} == {" 1. V"}
 
 
 @pytest.mark.parametrize(

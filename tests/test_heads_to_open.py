@@ -91,17 +91,22 @@ def test_every_gap_counts_alike_and_other_items_check(capsys):
         heads_to_open.find(bending(), {"none": asked["none"]}, 2)
 
 
-def test_one_text_is_asked_behind_every_item_and_its_last_tokens_count():
-    task = Task("facts", "found_strings", "retrieval")
-    items = [Item("facts", str(number), "generate", [7, 8, 9 + number], answer={"strings": ["A"]}) for number in (0, 1)]
-    _, tokenizer = tiny_random_model()
-    answers = {item.key: " 1. V" for item in items}
-    asked = Requests({"facts": task}, heads_to_open.with_answers(items, answers, tokenizer), {})
-    whole = tokenizer.encode(" 1. V", add_special_tokens=False)
-    for number, question in enumerate(heads_to_open.questions_of(asked, torch.device("cpu"), last=1)):
-        assert question.ids.tolist() == [7, 8, 9 + number, *whole] and question.answer == 1
-    assert heads_to_open.questions_of(asked, torch.device("cpu"))[0].answer == len(whole)
-    assert heads_to_open.questions_of(asked, torch.device("cpu"), last=99)[0].answer == len(whole)
+def test_the_last_tokens_of_an_answer_count():
+    items = [Item("facts", str(number), "loglikelihood", [7, 8 + number], [[1, 2, 3]]) for number in (0, 1)]
+    asked = Requests({"facts": Task("facts", "found_strings", "retrieval")}, items)
+    for last, counted in ((1, 1), (None, 3), (99, 3)):
+        found = heads_to_open.questions_of(asked, torch.device("cpu"), last)
+        assert [question.ids.tolist() for question in found] == [[7, 8, 1, 2, 3], [7, 9, 1, 2, 3]]
+        assert {question.answer for question in found} == {counted}
+
+
+@pytest.mark.parametrize("options", [["--last", "0"], ["--answer", " "], ["--answer", "a", "--true"]], ids=str)
+def test_questions_that_cannot_be_asked(monkeypatch, capsys, options):
+    asked = ["--adapter", "a", "--requests", "b", "--task", "c", "--json", "d"]
+    monkeypatch.setattr(sys, "argv", ["heads_to_open.py", *asked, *options])
+    with pytest.raises(SystemExit) as stopped:
+        heads_to_open.main()
+    assert stopped.value.code == 2 and options[0] in capsys.readouterr().err
 
 
 def test_what_it_cannot_open_it_refuses():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from focus_attn import FocusConfig, FocusModel, get_focus_model, zoo
+from focus_attn import FocusConfig, FocusModel, adapters, get_focus_model, zoo
 from focus_attn.adapters import read_adapter
 from focus_attn.bench import fastest_dtype
 
@@ -194,14 +194,23 @@ def test_a_folder_called_as_a_shipped_adapter_is_never_taken_silently(monkeypatc
 
 def test_shipped_adapters_are_read_by_name_where_no_folder_has_it(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert read_adapter("k8").config == read_adapter(zoo.find_adapter("k8")).config
-    with pytest.raises(ValueError, match=r"no adapter folder at 'k9', and it is neither a shipped adapter .*'k8'"):
-        read_adapter("k9")
-    with pytest.raises(ValueError, match="no adapter folder"):
-        read_adapter(Path("k8"))  # a path is always a folder
     base, _ = zoo.tiny_random_model()
-    get_focus_model(base, FocusConfig(num_groups=4, window=8)).save_pretrained("k8")
-    assert read_adapter("k8").config.num_groups == 4 and read_adapter("k8").config.window == 8
+    model = get_focus_model(base, FocusConfig(num_groups=4, window=8))
+    model.save_pretrained("adapter")
+    monkeypatch.setattr(adapters, "ADAPTERS", tmp_path)
+    monkeypatch.chdir(tmp_path.parent)
+    model.load_adapter("adapter", "again")
+    assert FocusModel.from_pretrained(zoo.tiny_random_model()[0], "adapter").focus_config == model.focus_config
+    with pytest.raises(ValueError, match=r"no adapter folder at 'other'; what is read by its name .*'adapter'"):
+        read_adapter("other")
+    with pytest.raises(ValueError, match="no adapter folder at 'adapter'"):
+        read_adapter(Path("adapter"))  # a path is always a folder
+    Path("adapter").mkdir()
+    assert read_adapter("adapter").config.window == 8  # nothing is in that folder
+    get_focus_model(model.unload(), FocusConfig(num_groups=4, window=16)).save_pretrained("adapter")
+    with pytest.warns(UserWarning, match="read from the folder of that name") as warned:
+        assert read_adapter("adapter").config.window == 16
+    assert len(warned) == 1
 
 
 def test_tiny_model_reads_what_it_writes():

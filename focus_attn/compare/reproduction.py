@@ -42,8 +42,9 @@ compared across the columns, only what a method does to its own base model.
   several seeds, the range of the seeds stands beside the mean.
 - Multiply-adds are a share of full causal attention, selection and routers included. Times are of one layer's attention
   as implemented here, called eagerly: most peers are plain PyTorch under a mask, so multiply-adds are fairer to them.
-  Where a table's rows were measured on several days, their times differ by the machine and the kernels of the day too:
-  sentences on time set rows of one day side by side.
+  Where a table's rows were measured on several days, their times differ by the machine and the kernels of the day too,
+  and by the layers that were timed (four of them up to 2026-11-17, eight since): sentences on time set rows of one day
+  side by side.
 - `focus compare NAME --quick` tries any of them in about a minute on a CPU, with a tiny random model.
 """
 
