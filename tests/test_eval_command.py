@@ -59,7 +59,7 @@ def test_base_and_adapters_beside_each_other(saved, tmp_path):
     for words in (
         "perplexity@128",
         "bits_per_byte",
-        "k4 over base",
+        "k4 against base",
         "by position",
         "needle: recall",
         "floor: the base",

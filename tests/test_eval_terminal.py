@@ -45,3 +45,12 @@ def test_adapters_share_a_table_only_where_it_fits(print_on, title):
     assert narrow.count(title) == len(ADAPTERS)
     for text in (wide, narrow):
         assert "…" not in text and all(name in text for name in ["base", *ADAPTERS])
+
+
+def test_ratios_and_differences_in_one_table_can_be_told_apart():
+    models = {model: Interval(20.0, 19.0, 21.0, 8, 1000, 0.95) for model in ("base", "k8")}
+    ratio = Row("text", "ppl", 8, models, {"k8": Interval(0.99, 0.98, 1.0, 8, 1000, 0.95)}, True, None, None, {})
+    bits = Row("text", "bits", 8, models, {"k8": Interval(-0.01, -0.02, 0.0, 8, 1000, 0.95)}, False, None, None, {})
+    text = printed(120, lambda console: print_positions(console, [ratio, bits], "base"))
+    assert "k8 against base" in text
+    assert "x 0.9900 [0.9800, 1.0000]" in text and " -0.0100 [-0.0200, +0.0000]" in text

@@ -104,7 +104,7 @@ def _table(title: str, names: Sequence[str], rows: Sequence[Row], base: str, ada
     for model in models:
         table.add_column(model, justify="right")
     for model in adapters:
-        table.add_column(f"{model} {'over' if rows[0].is_ratio else '-'} {base}", justify="right")
+        table.add_column(f"{model} against {base}", justify="right")
         table.add_column("")
     guessing = any(row.chance for row in rows)
     if guessing:
@@ -127,8 +127,10 @@ def _estimate(row: Row, interval: Interval) -> str:
 
 
 def _against(row: Row, interval: Interval) -> str:
+    """A ratio as "x 0.99", a difference with its sign: a table may have both."""
     form = "+.1%" if row.chance is not None else ".4f" if row.is_ratio else "+.4f"
-    return rf"{interval.estimate:{form}} \[{interval.low:{form}}, {interval.high:{form}}]"
+    times = "x " if row.is_ratio else ""
+    return rf"{times}{interval.estimate:{form}} \[{interval.low:{form}}, {interval.high:{form}}]"
 
 
 def _shade(recall: float) -> Text:
