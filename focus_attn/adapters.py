@@ -83,6 +83,11 @@ def available_adapters() -> list[str]:
     return sorted(folder.parent.name for folder in ADAPTERS.glob(f"*/{CONFIG_FILE}"))
 
 
+def named_adapters() -> str:
+    """The same, for a sentence."""
+    return ", ".join(map(repr, available_adapters())) or "none in this version"
+
+
 def read_adapter(source: str | os.PathLike[str], **hub_options: Any) -> Adapter:
     """From a folder, or by name: a shipped one, or one on the Hugging Face Hub. Whatever is wrong is a ValueError."""
     source = _folder_if_shipped(source)
@@ -147,10 +152,9 @@ def _locate(source: str | os.PathLike[str], name: str, hub_options: dict[str, An
             raise ValueError(f"{str(folder)!r} holds no Focus adapter: {name} is missing")
         return folder / name
     if folder.exists() or not is_hub_name(str(source)):
-        shipped = ", ".join(map(repr, available_adapters())) or "none in this version"
         raise ValueError(
-            f"no adapter folder at {str(source)!r}; what is read by its name is a shipped adapter ({shipped}) or "
-            "`owner/name` on the Hugging Face Hub"
+            f"no adapter folder at {str(source)!r}; what is read by its name is a shipped adapter "
+            f"({named_adapters()}) or `owner/name` on the Hugging Face Hub"
         )
     from huggingface_hub import hf_hub_download
 

@@ -247,7 +247,6 @@ def _load(options: DemoOptions) -> tuple[Any, Any, torch.dtype]:
 
 
 @torch.no_grad()
-@torch.no_grad()
 def _seconds_a_block(base: Any, blocks: Tensor) -> float:
     """Of a whole one, from an eighth."""
     part = blocks[:1, : max(1, blocks.shape[1] // 8)]

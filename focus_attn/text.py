@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 # Modules of the standard library whose docstrings read as prose; one that is not installed is passed over.
 DOCUMENTED_MODULES = """
@@ -140,14 +141,21 @@ def _read_file(file: Path) -> list[str]:
     if file.suffix != ".jsonl":
         return [text]
     documents = []
-    for number, line in enumerate(text.split("\n"), start=1):  # `splitlines` cuts at what a JSON string may hold
+    for where, record in json_records(text.split("\n"), file):  # `splitlines` cuts at what a JSON string may hold
+        if not isinstance(record, dict) or not isinstance(record.get("text"), str):
+            raise ValueError(f'{where} has no string field "text"')
+        documents.append(record["text"])
+    return documents
+
+
+def json_records(lines: Iterable[str], file: Path) -> Iterator[tuple[str, Any]]:
+    """What the lines of a JSONL file hold, blank ones passed over, each behind the words for where it stands."""
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
+        where = f"line {number} of {str(file)!r}"
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"line {number} of {str(file)!r} is not JSON: {error.msg}") from None
-        if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-            raise ValueError(f'line {number} of {str(file)!r} has no string field "text"')
-        documents.append(record["text"])
-    return documents
+            raise ValueError(f"{where} is not JSON: {error.msg}") from None
+        yield where, record

@@ -25,7 +25,7 @@ import torch
 from filelock import FileLock
 from torch import nn
 
-from focus_attn.adapters import ADAPTERS, CONFIG_FILE, available_adapters, find_on_hub, is_hub_name
+from focus_attn.adapters import ADAPTERS, CONFIG_FILE, available_adapters, find_on_hub, is_hub_name, named_adapters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -94,9 +94,8 @@ def find_adapter(adapter: str | Path) -> Path:
         return folder
     if not folder.exists() and is_hub_name(str(adapter)):
         return find_on_hub(str(adapter))
-    shipped = ", ".join(map(repr, available_adapters())) or "none in this version"
     raise ValueError(
-        f"no adapter {str(adapter)!r}: it is neither a shipped one ({shipped}), nor a folder that "
+        f"no adapter {str(adapter)!r}: it is neither a shipped one ({named_adapters()}), nor a folder that "
         f"`save_pretrained` wrote (no {CONFIG_FILE} in it), nor `owner/name` on the Hugging Face Hub"
     )
 

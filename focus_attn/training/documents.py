@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from focus_attn.text import SUFFIXES, read_text
+from focus_attn.text import SUFFIXES, json_records, read_text
 from focus_attn.training.recipe import Data
 
 HUB = "hub:"
@@ -45,14 +44,8 @@ def text_files(path: Path) -> list[Path]:
 
 def _jsonl(file: Path, field: str) -> Iterator[str]:
     with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"line {number} of {str(file)!r} is not JSON: {error.msg}") from None
-            yield _field(record, field, f"line {number} of {str(file)!r}")
+        for where, record in json_records(lines, file):
+            yield _field(record, field, where)
 
 
 def _documents(rows: Iterable[str], join: bool) -> Iterator[str]:
