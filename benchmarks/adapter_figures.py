@@ -3,7 +3,8 @@
     python benchmarks/adapter_figures.py recipes/k8.yaml --train books/train --train docs --test books/test \
         --elsewhere wiki.test.raw --seed 0 --save runs/k8 --json results/k8.json
 
-Texts are files, folders, or token ids (`NAME.npy` beside `NAME_len.npy`: its documents' lengths). Perplexity is as
+Texts are files, folders, or token ids (`NAME.npy` beside `NAME_len.npy`: its documents' lengths; to train on, perhaps
+with `NAME_answers.npy` of base_answers.py). Perplexity is as
 in `block_perplexity`: non-overlapping blocks inside a document, predictions past the window, against the frozen model
 without Focus on the same blocks. `--go-on-from` trains an adapter further instead of starting a new one; with
 `--measure-alone` it is measured as it is.
@@ -21,7 +22,7 @@ import torch
 from focus_attn import FocusModel, load_default_model
 from focus_attn.bench.options import read_device
 from focus_attn.bench.record import write_json
-from focus_attn.compare.data import read_tokens
+from focus_attn.compare.data import read_answers, read_tokens
 from focus_attn.evaluation import Perplexity, block_perplexity, group_shares, perplexity_ratio
 from focus_attn.evaluation.perplexity import first_token
 from focus_attn.training import Recipe, probe_groups, train
@@ -44,6 +45,15 @@ def documents(path: Path, tokenizer: Any) -> list[torch.Tensor]:
         return read_tokens(path)
     texts = list(read_documents(path, "text"))
     return [torch.tensor(ids) for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]]
+
+
+def rows(path: Path, documents: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """The documents of a text, with what of them are answers where that is known."""
+    answers = read_answers(path) if path.suffix == ".npy" else None
+    if answers is None:
+        return [{"input_ids": document} for document in documents]
+    pairs = zip(documents, answers, strict=True)
+    return [{"input_ids": document, "completion_mask": mask} for document, mask in pairs]
 
 
 def blocks(texts: list[torch.Tensor], length: int, most: int, tokenizer: Any = None) -> torch.Tensor:
@@ -111,11 +121,12 @@ def main() -> None:
         recipe = dataclasses.replace(recipe, start=None, focus=model.focus_config)
     training: dict[str, Any] = {"trained": "nothing"}
     if not options.measure_alone:
-        text = [document for path in options.train for document in read[path]]
+        text = [row for path in options.train for row in rows(path, read[path])]
         result = train(model, text, recipe, tokenizer=tokenizer, output=options.save, device=device)
         if not result.finished:
             raise SystemExit(128 + (result.signal or 0))  # the same command goes on; there is nothing to measure yet
-        training = {"recipe": recipe.to_dict(), "train_tokens": sum(map(len, text)), "seconds": result.seconds}
+        tokens = sum(len(row["input_ids"]) for row in text)
+        training = {"recipe": recipe.to_dict(), "train_tokens": tokens, "seconds": result.seconds}
         model = result.model
     cast_parameters(base_parameters(model).values(), torch.bfloat16)  # one that was trained is in fp32
     figures = {name: compared(block_perplexity(model, ids), base[name], of[name]) for name, ids in held_out.items()}

@@ -1,10 +1,12 @@
 """The texts of a comparison: parts that share nothing, and token files that carry them elsewhere."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
-from focus_attn.compare.data import Texts, read_tokens, split_store, write_tokens
+from focus_attn.compare.data import Texts, read_answers, read_tokens, split_store, write_tokens
 from focus_attn.compare.recipe import Dataset
 from focus_attn.training.data import open_tokens
 from focus_attn.training.recipe import Data
@@ -41,6 +43,18 @@ def test_token_files_come_back(tmp_path):
     assert np.load(tmp_path / "books.test.npy").dtype == np.uint16
     documents = read_tokens(tmp_path / "books.test.npy")
     assert [document.tolist() for document in documents] == [[*range(7)], [*range(7, 10)], [*range(10, 15)]]
+
+
+def test_answers_come_back_beside_their_tokens(tmp_path):
+    written, file = store(7, 3, 5), tmp_path / "books.npy"
+    assert read_answers(file) is None
+    written = dataclasses.replace(written, answers=written.ids % 4 == 3, documents=written.documents[[2, 0]])
+    write_tokens(file, written)
+    pairs = zip(read_tokens(file), read_answers(file), strict=True)
+    assert [ids[marked].tolist() for ids, marked in pairs] == [[11], [3]]
+    np.save(tmp_path / "books_answers.npy", np.zeros(3, dtype=np.uint8))
+    with pytest.raises(ValueError, match="bits for 24 tokens"):
+        read_answers(file)
 
 
 def test_token_files_that_are_wrong(tmp_path):

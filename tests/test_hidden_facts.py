@@ -2,21 +2,17 @@
 
 import itertools
 import random
-import re
 import sys
 from pathlib import Path
 
 import pytest
+from books import BOOK, PLAIN, WORDS, shape
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import book_text
 import hidden_facts
 
 from focus_attn.evaluation import retrieval
-
-WORDS = ["river", "stone", "winter", "garden", "letter", "silver", "candle", "morning", "harbour", "window"]
-PLAIN = ["".join(letters) for letters in itertools.product("abcde", "aeiou", "lmnr", "aeiou")]  # 500 words
-BOOK = " ".join(f"It was {a} and {b}, and nobody spoke." for a, b in itertools.pairwise(PLAIN * 4))
 
 
 def test_what_is_asked_for_follows_from_the_facts(monkeypatch):
@@ -80,9 +76,3 @@ def test_no_form_is_that_of_the_evaluation():
         assert not judged & {shape(fact) for fact in given}
     said = " ".join(word for hidden in made.values() for word in (hidden.opening, *hidden.facts, hidden.question))
     assert not any(asked.split("{")[0].strip() in said for asked in hidden_facts.ASKED_TO_REPEAT)
-
-
-def shape(fact):
-    """A fact without its names and numbers."""
-    words = "|".join(retrieval.WORDS)
-    return re.sub(rf"\b([A-Z]{{5}}|\d{{7}}|{words})\b", "_", fact)

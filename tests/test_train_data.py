@@ -1,5 +1,6 @@
 """Text to blocks: every kind of source, the cache, packing, the order, and what is refused."""
 
+import dataclasses
 import json
 import sys
 from types import SimpleNamespace
@@ -57,6 +58,58 @@ def test_what_a_program_has_at_hand(tokenizer):
         store = open_tokens(source, None, Data())
         assert store.ids.tolist() == [5, 6, 7, 8, 9, 10] and store.documents.tolist() == [[0, 3], [3, 6]]
     assert open_tokens([5, 6, 7], None, Data()).documents.tolist() == [[0, 3]]
+
+
+def test_rows_say_which_tokens_are_answers():
+    rows = [{"input_ids": [5, 6, 7], "completion_mask": [0, 0, 1]}, {"input_ids": torch.tensor([8, 9])}]
+    store = open_tokens(rows, None, Data())
+    assert store.ids.tolist() == [5, 6, 7, 8, 9] and store.answers.tolist() == [False, False, True, False, False]
+    plain = open_tokens([[5, 6, 7], [8, 9]], None, Data())
+    assert plain.answers is None and store.digest != plain.digest  # a run does not go on with other answers
+    none = open_tokens([{"input_ids": [5, 6, 7], "completion_mask": [0, 0, 0]}], None, Data())
+    assert none.answers is None
+    dataset = pytest.importorskip("datasets").Dataset.from_list([{**row, "labels": "unread"} for row in rows[:1]])
+    assert open_tokens(dataset, None, Data()).answers.tolist() == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"input_ids": [5, 6], "completion_mask": [1]}], "row 0 must have a number for each of its 2 ids, it has 1"),
+        ([{"input_ids": [5, 6]}, {"text": "words"}], "row 1 has no `input_ids` .it has: text"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused(rows, message):
+    with pytest.raises(ValueError, match=message):
+        open_tokens(rows, None, Data())
+
+
+def answered(*lengths, begin=()):
+    """A store whose every fifth token is of an answer."""
+    store = store_of(*lengths, begin=begin)
+    return dataclasses.replace(store, answers=store.ids % 5 == 0)
+
+
+@pytest.mark.parametrize("begin", [(), (7,)])
+def test_answers_stand_beside_their_tokens(begin):
+    cut = cut_blocks(answered(50, 23, begin=begin), 16, packing=True, shortest=4)
+    assert len(cut) > 4
+    for index in range(len(cut)):
+        block = cut[index]
+        starts = torch.ones(16, dtype=torch.bool)
+        starts[1:] = block["segments"].diff() != 0
+        text = (block["segments"] >= 0) & ~(starts if begin else torch.zeros_like(starts))
+        assert block["answers"].tolist() == (text & (block["input_ids"] % 5 == 0)).tolist()
+        assert block["answers"].any()
+    assert "answers" not in cut_blocks(store_of(50), 16, packing=False, shortest=4)[0]
+
+
+def test_a_repeated_passage_is_no_answer():
+    store = dataclasses.replace(store_of(400), answers=np.ones(400, dtype=bool))
+    cut = cut_blocks(store, 400, packing=False, shortest=4)
+    block = ShuffledBlocks(cut, 0, 1, repeats=0.3, window=8)[0]
+    changed = block["input_ids"] != cut[0]["input_ids"]
+    assert 50 < changed.sum() < 200 and block["answers"].tolist() == (~changed).tolist()
 
 
 LINES = ["The first line.", "", "The second.\n", "The last."]

@@ -422,6 +422,18 @@ def test_trained_weights_stay_fp32_and_compute_in_half(tmp_path):
     assert seen == {torch.bfloat16}
 
 
+def test_a_run_counts_answers(tmp_path):
+    rows = [{"input_ids": ids, "completion_mask": torch.arange(200) % 50 > 40} for ids in tokens(12, 200)]
+    weighted = recipe(stage(objective="lm+distill", options={"probes": 8, "answer_weight": 2.0}))
+    result = run(tmp_path / "run", weighted, text=rows)
+    logged = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert all(line["answers"] > 0 for line in logged if "lm" in line)
+    plain = run(tmp_path / "plain", recipe(stage(objective="lm+distill")), text=rows)
+    assert any(not torch.equal(one, routers(plain)[name]) for name, one in routers(result).items())
+    with pytest.raises(ValueError, match=r"`stages\[0\].options.answer_weight` counts answers.*marks none"):
+        run(tmp_path / "none", weighted)
+
+
 def test_packed_documents_do_not_see_each_other():
     """A packed block's loss is that of its documents by themselves, token for token."""
     model = get_focus_model(tiny_model(), CONFIG).train()

@@ -1,5 +1,6 @@
 """A training step: its losses against plain ones, its pair counts against the predicate, its gradients."""
 
+import dataclasses
 from functools import partial
 
 import pytest
@@ -89,6 +90,38 @@ def test_distillation_of_an_identical_model_is_nothing():
     result = step(model, tokens(length=40), StepOptions(objective="distill", balance_weight=0.0, dominance_weight=0.0))
     assert result.loss.abs() < 1e-6
     assert result.measures["pairs_kept"] == 1
+
+
+@pytest.mark.parametrize("objective", ["lm", "distill", "lm+distill"])
+def test_answers_count_once_more(objective):
+    model, ids = focus(config=CONFIG).train(), tokens(length=40)
+    answers = torch.zeros_like(ids, dtype=torch.bool)
+    answers[0, 4:7] = answers[1, 20:24] = answers[0, 39] = True  # the first three are inside the window
+    options = StepOptions(objective=objective, answer_weight=3.0, dominance_weight=0.0, probes=0)
+    plain = step(model, ids, dataclasses.replace(options, answer_weight=0.0), answers=answers)
+    result = step(model, ids, options, answers=answers)
+    part = "lm" if objective == "lm" else "distill"
+    alone = step(model, ids, StepOptions(objective=part), labels=ids.where(answers, -100)).measures[part]
+    assert "answers" not in plain.measures and alone > 0.01
+    torch.testing.assert_close(result.measures["answers"], alone, **EXACT)
+    torch.testing.assert_close(result.loss, plain.loss + 3 * alone, **EXACT)
+    result.loss.backward()
+    weighted = gradients(model)
+    model.zero_grad()
+    plain.loss.backward()
+    assert any(not torch.equal(one, other) for one, other in zip(weighted, gradients(model), strict=True))
+
+
+@pytest.mark.parametrize("objective", ["lm", "lm+distill"])
+@pytest.mark.parametrize("given", [True, False])
+def test_a_batch_without_answers_trains_as_any_other(objective, given):
+    model, ids = focus(config=CONFIG).train(), tokens(length=40)
+    options = StepOptions(objective=objective, answer_weight=3.0, dominance_weight=0.0, probes=0)
+    result = step(model, ids, options, answers=torch.zeros_like(ids, dtype=torch.bool) if given else None)
+    plain = step(model, ids, dataclasses.replace(options, answer_weight=0.0))
+    assert result.measures["answers"] == 0 and result.loss == plain.loss
+    result.loss.backward()
+    assert all(gradient.isfinite().all() for gradient in gradients(model))
 
 
 def test_both_objectives_add_up():
@@ -467,11 +500,15 @@ def test_options_that_mean_nothing_are_refused(options, message):
             "must restart where `segments` change",
         ),
         ({"input_ids": tokens(1, 30), "labels": tokens(1, 29)}, "`labels` must have the shape"),
+        (
+            {"input_ids": tokens(1, 30), "answers": tokens(1, 29) > 0, "options": StepOptions(answer_weight=1.0)},
+            "`answers` must have the shape",
+        ),
     ],
 )
 def test_batches_that_cannot_be_trained_on_are_refused(arguments, message):
     model = focus(config=CONFIG).train()
     with pytest.raises(ValueError, match=message):
-        training_step(model, options=PLAIN, **arguments)
+        training_step(model, **{"options": PLAIN, **arguments})
     with pytest.raises(ValueError, match="in eval mode"):
         step(model.eval(), tokens(1, 30))

@@ -111,12 +111,15 @@ def split_store(store: TokenStore) -> tuple[TokenStore, TokenStore]:
 
 
 def write_tokens(path: Path, store: TokenStore) -> None:
-    """A token file of the store's documents."""
+    """A token file of the store's documents, with what of them are answers beside it."""
     documents = [np.asarray(store.ids[first:last]) for first, last in store.documents.tolist()]
     ids = np.concatenate(documents)
     path.parent.mkdir(parents=True, exist_ok=True)
     np.save(path, ids.astype(np.uint16 if ids.max() < 1 << 16 else np.uint32))
     np.save(_lengths_file(path), np.array([len(document) for document in documents], dtype=np.int64))
+    if store.answers is not None:
+        marked = np.concatenate([store.answers[first:last] for first, last in store.documents.tolist()])
+        np.save(_answers_file(path), np.packbits(marked))
 
 
 def read_tokens(path: Path) -> list[Tensor]:
@@ -133,6 +136,19 @@ def read_tokens(path: Path) -> list[Tensor]:
     return [torch.from_numpy(part.astype(np.int64)) for part in np.split(ids, np.cumsum(lengths)[:-1])]
 
 
+def read_answers(path: Path) -> list[Tensor] | None:
+    """Which tokens of a token file's documents are answers; None without a file that says it."""
+    file = _answers_file(path)
+    if not file.is_file():
+        return None
+    documents = read_tokens(path)
+    tokens, bits = sum(map(len, documents)), np.load(file)
+    if len(bits) != -(-tokens // 8):
+        raise ValueError(f"{file.name} has bits for {8 * len(bits):,} tokens, {path.name} has {tokens:,}")
+    marked = torch.from_numpy(np.unpackbits(bits, count=tokens).astype(bool))
+    return list(marked.split([len(document) for document in documents]))
+
+
 @cache
 def _builtin() -> TextSplit:
     return default_text()
@@ -140,6 +156,10 @@ def _builtin() -> TextSplit:
 
 def _lengths_file(path: Path) -> Path:
     return path.with_name(f"{path.stem}_len.npy")
+
+
+def _answers_file(path: Path) -> Path:
+    return path.with_name(f"{path.stem}_answers.npy")  # a bit for each token
 
 
 def _open(source: str, dataset: Dataset, tokenizer: Any) -> TokenStore:

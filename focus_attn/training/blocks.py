@@ -33,7 +33,7 @@ class Blocks:
         return len(self.spans)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """`input_ids` [T]; `segments` [T] beside them where blocks may be packed."""
+        """`input_ids` [T]; `segments` [T] beside them where blocks may be packed, `answers` [T] where there are any."""
         begin = np.array(self.store.begin, dtype=np.int64)
         pieces = [np.concatenate([begin, self.store.ids[first:last]]) for first, last in self.spans[index]]
         missing = self.length - sum(map(len, pieces))
@@ -43,6 +43,10 @@ class Blocks:
             numbers = [*range(len(pieces)), PADDING]
             sizes = [*map(len, pieces), missing]
             block["segments"] = torch.from_numpy(np.repeat(numbers, sizes))
+        if self.store.answers is not None:
+            none = np.zeros(len(begin), dtype=bool)
+            marked = [np.concatenate([none, self.store.answers[first:last]]) for first, last in self.spans[index]]
+            block["answers"] = torch.from_numpy(np.concatenate([*marked, np.zeros(missing, dtype=bool)]))
         return block
 
     @property
@@ -153,4 +157,6 @@ class ShuffledBlocks(Dataset):
             ids, segments = block["input_ids"], block.get("segments")
             how = len(self.blocks.store.begin), self.strange, self.words
             block["input_ids"] = repeat_passages(ids, segments, self.repeats, self.window + 1, generator, *how)
+            if "answers" in block:  # what a passage took the place of is none any more
+                block["answers"] &= block["input_ids"] == ids
         return block

@@ -195,9 +195,7 @@ def forget_after(file: Path, step: int) -> None:
 def log_line(step: int, steps: int, values: dict[str, float]) -> str:
     """The measures of a step as one line."""
     parts = [f"step {step:,}/{steps:,}", f"loss {values['loss']:.4f}"]
-    for name, title in (("lm", "lm"), ("distill", "distill")):
-        if name in values:
-            parts.append(f"{title} {values[name]:.4f}")
+    parts += [f"{name} {values[name]:.4f}" for name in ("lm", "distill", "answers") if name in values]
     parts += [
         f"pairs {values['pairs_kept']:.1%}",
         f"largest group {values['dominance']:.0%} (worst {values['worst_dominance']:.0%})",

@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from focus_attn.zoo import cache_folder
 FORMAT = 1  # raised when what is written below changes
 IDS, OFFSETS, META = "ids.bin", "offsets.bin", "meta.json"
 BUILTIN = "builtin"
+COMPLETION_MASK = "completion_mask"  # TRL's name for the column
 DOCUMENTS_AT_ONCE = 64
 CHARACTERS_AT_ONCE = 1 << 22
 
@@ -46,6 +47,7 @@ class TokenStore:
     digest: str
     name: str
     begin: tuple[int, ...] = ()  # what every block cut from it begins with: <bos> where the tokenizer has one
+    answers: np.ndarray | None = None  # [tokens] bool: those that `answer_weight` counts once more
 
     @property
     def tokens(self) -> int:
@@ -85,8 +87,9 @@ def open_tokens(
 
     Args:
         source: a path, "hub:owner/name[:split[:subset]]", "builtin", a list of texts, a `datasets.Dataset`, or ids: a
-            tensor ([tokens], or one document a row), a list of ids, or a list of such lists. Ids are taken as they
-            are: only blocks of text begin with what the tokenizer begins a text with.
+            tensor ([tokens], or one document a row), a list of ids, a list of such lists, or a dataset or a list of
+            rows with `input_ids` and perhaps `completion_mask`, as TRL has them: which of a document's tokens are
+            answers. Ids are taken as they are: only blocks of text begin with what the tokenizer begins a text with.
         limit: stop reading a hub dataset after about this many tokens.
     """
     if isinstance(source, (str, Path)):
@@ -109,6 +112,8 @@ def open_tokens(
     if isinstance(source[0], str):
         digest = _digest(text.encode() for text in source)
         return _cached("texts given in Python", digest, source, tokenizer, None, progress)
+    if isinstance(source[0], Mapping):
+        return _from_rows(source)
     if isinstance(source[0], int):
         source = [source]
     return _in_memory([torch.as_tensor(row) for row in source])
@@ -161,13 +166,33 @@ def _from_dataset(dataset: Any, tokenizer: Any, data: Data, limit: int | None, p
         )
     columns = dataset.column_names or []
     if "input_ids" in columns:
-        return _in_memory([torch.as_tensor(row["input_ids"]) for row in dataset])
+        return _from_rows(dataset)
     texts = dataset_documents("the dataset", lambda: dataset, data)
     if not hasattr(dataset, "__len__"):  # a stream: nothing says what it will give, so there is nothing to cache by
         rows = _up_to(limit, map(torch.tensor, _token_lists(texts, _needed(tokenizer))))
         return dataclasses.replace(_in_memory(list(rows)), begin=tuple(first_token(tokenizer)))
     described = f"{dataset._fingerprint} {data.field}{' joined' if data.join else ''}"
     return _cached("the dataset", _digest([described.encode()]), texts, tokenizer, None, progress)
+
+
+def _from_rows(rows: Iterable[Mapping[str, Any]]) -> TokenStore:
+    ids, masks = [], []
+    for number, row in enumerate(rows):
+        if "input_ids" not in row:
+            raise ValueError(f"row {number} has no `input_ids` (it has: {', '.join(row)})")
+        ids.append(torch.as_tensor(row["input_ids"]))
+        mask = row.get(COMPLETION_MASK)
+        masks.append(torch.zeros(len(ids[-1])) if mask is None else torch.as_tensor(mask))
+        if masks[-1].shape != ids[-1].shape:
+            raise ValueError(
+                f"`{COMPLETION_MASK}` of row {number} must have a number for each of its {len(ids[-1]):,} ids, it has "
+                f"{masks[-1].numel():,}"
+            )
+    store = _in_memory(ids)
+    answers = torch.cat(masks).bool().numpy()
+    if not answers.any():
+        return store
+    return dataclasses.replace(store, digest=_digest([store.digest.encode(), answers.tobytes()]), answers=answers)
 
 
 def _up_to(limit: int | None, rows: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -47,7 +47,7 @@ from focus_attn.training.distributed import (
     world_size,
 )
 from focus_attn.training.estimate import estimate_memory
-from focus_attn.training.reading import blocks_to_start_from, cut, open_text
+from focus_attn.training.reading import blocks_to_start_from, check_answers, cut, open_text
 from focus_attn.training.recipe import Recipe, Stage
 from focus_attn.training.repeats import strange_words
 from focus_attn.training.starts import start_routers
@@ -132,6 +132,7 @@ def train(
         check_trainable(recipe, focus)
         shown = progress if rank() == 0 else None
         store, held_out = open_text(text_or_dataset, tokenizer, recipe, focus, shown)
+        check_answers(store, recipe)
         stages = [cut(store, one.length, recipe, f"stages[{index}]") for index, one in enumerate(recipe.stages)]
         base = sample_of(base_parameters(focus).items())
         found = from_main(find_checkpoint(Path(output), recipe, store, base, resume) if rank() == 0 else None)

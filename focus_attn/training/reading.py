@@ -47,6 +47,16 @@ def cut(store: TokenStore, length: int, recipe: Recipe, where: str) -> Blocks:
         raise ValueError(f"`{where}`: {error}") from None
 
 
+def check_answers(store: TokenStore, recipe: Recipe) -> None:
+    """ValueError where a stage counts answers and the text marks none."""
+    for index, stage in enumerate(recipe.stages):
+        if stage.step_options().answer_weight and store.answers is None:
+            raise ValueError(
+                f"`stages[{index}].options.answer_weight` counts answers, and {store.name} marks none: give rows with "
+                "`input_ids` and `completion_mask`, or leave it out"
+            )
+
+
 def blocks_to_start_from(store: TokenStore, recipe: Recipe, start: Start) -> Tensor:
     """[blocks, T]; none where the start looks at no text."""
     assert recipe.focus is not None

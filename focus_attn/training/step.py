@@ -31,6 +31,10 @@ class StepOptions:
         default="lm", metadata={"help": "next token, the base model's own predictions, or both"}
     )
     distill_weight: float = field(default=1.0, metadata={"help": 'of the base model\'s part in "lm+distill"'})
+    answer_weight: float = field(
+        default=0.0,
+        metadata={"help": "of answers' tokens, once more: by the base model's predictions if `objective` has them"},
+    )
     budget: float | None = field(
         default=None,
         metadata={
@@ -83,6 +87,7 @@ def training_step(
     segments: Tensor | None = None,
     position_ids: Tensor | None = None,
     labels: Tensor | None = None,
+    answers: Tensor | None = None,
     exploration_left: float = 1.0,
 ) -> StepResult:
     """The loss of one batch [B, T] and its measures. Call `backward()` on the loss, then `nudge_bias` after the
@@ -94,6 +99,7 @@ def training_step(
         segments: [B, T] which document a token belongs to, negative = padding; a document's tokens stand side by side.
         position_ids: [B, T] positions for the model; without `segments` documents start where they restart.
         labels: [B, T] the tokens themselves where they are to be predicted, -100 elsewhere; default: all of them.
+        answers: [B, T] bool, the tokens that `answer_weight` counts once more.
         exploration_left: the weight of the probes is multiplied by this, for runs that let it fall from 1 to 0.
     """
     window = model.focus_config.window
@@ -107,6 +113,7 @@ def training_step(
 
     # How many there are has to be read from the device: before it has anything to do, or the host would wait for it.
     predicted, targets = _to_predict(packing, input_ids if labels is None else labels, window)
+    asked = _answers_among(predicted, answers, input_ids) if options.answer_weight else None
     watch = RoutingWatch(_probe(options, exploration_left, input_ids, window), options.stop_gradient)
     with watch.watching(model), narrow_activations(model.base_model):
         answer = _run_decoder(model, input_ids, packing)
@@ -123,6 +130,12 @@ def training_step(
             teacher = _pick(_run_decoder(model, input_ids, packing), predicted)
         measures["distill"] = distillation_loss(head, hidden, teacher)
         loss = loss + measures["distill"] * (1.0 if options.objective == "distill" else options.distill_weight)
+    if asked is not None:
+        if options.objective == "lm":
+            measures["answers"] = next_token_loss(head, hidden[asked], targets[asked])
+        else:
+            measures["answers"] = distillation_loss(head, hidden[asked], teacher[asked])
+        loss = loss + options.answer_weight * measures["answers"]
 
     terms = routing_terms(model, watch.routings, packing, options.largest_group, options.balance_weight > 0)
     measures.update(terms._asdict())
@@ -160,6 +173,17 @@ def _to_predict(packing: Packing, labels: Tensor, window: int) -> tuple[Tensor, 
     wanted = packing.past_window(window) & (labels != IGNORED)
     place = wanted.flatten().nonzero()[:, 0]  # never the first of a document: its position is 0
     return place - 1, labels.flatten()[place]
+
+
+def _answers_among(predicted: Tensor, answers: Tensor | None, input_ids: Tensor) -> Tensor:
+    """Which of the places that predict are followed by a token of an answer, [m]; a batch may have none."""
+    if answers is None:
+        return predicted[:0]
+    if answers.shape != input_ids.shape:
+        raise ValueError(
+            f"`answers` must have the shape of `input_ids`, {list(input_ids.shape)}; they have {list(answers.shape)}"
+        )
+    return answers.flatten()[predicted + 1].nonzero()[:, 0]
 
 
 def _pick(answer: Any, places: Tensor) -> Tensor:

@@ -151,11 +151,9 @@ class StepModule(nn.Module):
         self.model, self.precision = run.model, run.precision
         self.options = stage.step_options()
 
-    def forward(self, input_ids: Tensor, segments: Tensor | None = None, exploration_left: float = 1.0) -> StepResult:
+    def forward(self, input_ids: Tensor, **more: Any) -> StepResult:
         with self.precision():
-            return training_step(
-                self.model, input_ids, options=self.options, segments=segments, exploration_left=exploration_left
-            )
+            return training_step(self.model, input_ids, options=self.options, **more)
 
 
 class FocusTrainer(Trainer):

@@ -1,0 +1,119 @@
+"""benchmarks/base_answers.py: questions that judge no adapter, and the base model's own words behind them."""
+
+import itertools
+import random
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from books import BOOK, WORDS, shape
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import base_answers
+
+from focus_attn.compare.data import read_answers, read_tokens
+from focus_attn.evaluation import retrieval
+from focus_attn.evaluation.retrieval import Haystack
+from focus_attn.zoo import tiny_random_model
+
+LENGTH = 1200
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return tiny_random_model()
+
+
+def test_the_names_asked_for_are_those_that_come_to_have_the_value(monkeypatch):
+    monkeypatch.setattr(base_answers, "GIVEN", [("{name}={value}", "{name}={other}")])
+    monkeypatch.setattr(base_answers, "ASKED", ["{value}?"])
+    monkeypatch.setattr(base_answers, "BEGUN", ["{count}:"])
+    others = 0
+    for seed in range(100):
+        hidden = base_answers.chain(random.Random(seed), WORDS)
+        held: dict[str, str] = {}
+        for fact in hidden.facts:
+            name, value = fact.split("=")
+            held[name] = held.get(value, value)
+        value, count = re.fullmatch(r"\n(\d+)\? (\d+):", hidden.question).groups()
+        assert hidden.expected == [name for name in held if held[name] == value] and len(hidden.expected) == int(count)
+        others += len(held) > int(count)
+    assert 15 < others < 50
+
+
+def test_every_value_of_a_key_is_asked_for():
+    for seed in range(20):
+        hidden = base_answers.several_values(random.Random(seed), WORDS)
+        assert len(set(hidden.expected)) == len(hidden.facts) >= 2
+        assert all(value in fact for value, fact in zip(hidden.expected, hidden.facts, strict=True))
+        (key,) = (word for word in WORDS if word in hidden.question)
+        assert all(key in fact for fact in hidden.facts)
+
+
+def test_no_part_is_that_of_the_evaluation():
+    made = {kind: retrieval._MAKERS[kind](random.Random(0)) for kind in retrieval.KINDS}
+    judged = {shape(fact) for hidden in made.values() for fact in hidden.facts}
+    asked = " ".join(hidden.opening + hidden.question for hidden in made.values()).lower()
+    for (given, same), word, thing in itertools.product(base_answers.GIVEN, base_answers.KEYWORDS, base_answers.THINGS):
+        parts = {"word": word, "thing": thing, "name": "ABCDE"}
+        facts = given.format(value="7654321", **parts), same.format(other="FGHIJ", **parts)
+        assert not judged & set(map(shape, facts))
+    assert not any(f"{thing}s" in asked for thing in base_answers.THINGS)
+    for part in (*base_answers.OPENINGS, *base_answers.ASKED, *base_answers.BEGUN):
+        words = re.sub(r"{\w+}", "_", part).lower().split()
+        assert not any(" ".join(five) in asked for five in zip(*(words[n:] for n in range(5)), strict=False))
+
+
+def test_a_section_has_room_for_its_answer_and_fills_its_length(tiny):
+    _, tokenizer = tiny
+    haystack = Haystack(tokenizer, [BOOK])
+    for seed in range(5):
+        one = base_answers.section(haystack, WORDS, LENGTH, random.Random(seed))
+        assert len(one.context) <= LENGTH - base_answers.MAX_NEW_TOKENS
+        text = tokenizer.decode(one.context)
+        assert all(string in text for string in one.expected)
+        for answer in ([7, 8, 9], [7] * base_answers.MAX_NEW_TOKENS):
+            row = base_answers.row(one, answer, LENGTH)
+            assert len(row["input_ids"]) == len(row["completion_mask"]) == LENGTH
+            marked = [token for token, mask in zip(*row.values(), strict=True) if mask]
+            assert marked == answer and row["input_ids"][: len(one.context)] == one.context
+
+
+def test_answers_are_a_line_each_in_the_order_asked(tiny, monkeypatch):
+    class Written:
+        def __init__(self, model, requests, tokenizer):
+            self.items = requests.items
+
+        def check(self): ...
+
+        def run(self, items):
+            texts = [" first\nsecond", "\n- one\n- two", ""]
+            yield [(item.key, {"text": text}) for item, text in reversed(list(zip(items, texts, strict=True)))]
+
+    monkeypatch.setattr(base_answers, "Scorer", Written)
+    sections = [base_answers.Section([5], [], [])] * 3
+    assert [*base_answers.answers(*tiny, sections)] == [" first\n", "\n- one\n", "\n"]
+
+
+def test_a_token_file_with_its_answers(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(base_answers, "load_default_on", lambda device: tiny)
+    monkeypatch.setattr(base_answers, "MAX_NEW_TOKENS", 6)
+    (tmp_path / "book.txt").write_text(BOOK, encoding="utf-8")
+    output = tmp_path / "made" / "answers.npy"
+    command = ["base_answers.py", str(tmp_path), str(output), "--sections", "9", "--length", str(LENGTH)]
+    monkeypatch.setattr(sys, "argv", command)
+    base_answers.main()
+    documents, answers = read_tokens(output), read_answers(output)
+    assert [len(document) for document in documents] == [len(marked) for marked in answers] == [4 * LENGTH] * 2
+    sections = [marked for document in answers for marked in document.split(LENGTH)]
+    assert all(1 <= marked.sum() <= 20 for marked in sections)  # some bytes that a random model wrote
+    assert "found something in" in capsys.readouterr().out
+
+
+def test_books_that_are_too_short_are_refused(tmp_path, monkeypatch, capsys):
+    (tmp_path / "book.txt").write_text("It was long ago.", encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["base_answers.py", str(tmp_path), str(tmp_path / "answers.npy")])
+    with pytest.raises(SystemExit):
+        base_answers.main()
+    assert "no text of more than" in capsys.readouterr().err
