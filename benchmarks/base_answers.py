@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from adapter_figures import load_default_on
-from hidden_facts import NAMES, different, words_of
+from hidden_facts import NAMES, VALUES, different, words_of
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from focus_attn.compare.data import write_tokens
@@ -37,11 +37,25 @@ FEWEST_WORDS = 100  # that differ, so that names do
 MAX_NEW_TOKENS = 48
 TIMES_IF_FOUND = 3
 SECTIONS = 4  # of a document
-SHARE_OF_CHAINS, SHARE_OF_CAPITALS, SHARE_OF_OTHERS = 0.8, 0.6, 0.3
+SHARE_OF_CHAINS, SHARE_OF_CAPITALS, SHARE_OF_OTHERS = 0.9, 0.6, 0.3
 
 MOST_NAMES = 6
-THINGS = "name label constant key symbol register field item tag cell parameter pointer code handle".split()
-KEYWORDS = "LET SET CONST KEY TAG REG DEF ALIAS CELL SYM FIELD PARAM NAME REF BIND".split()
+THINGS = {  # and the keyword that sets one
+    "name": "NAME",
+    "label": "LABEL",
+    "constant": "CONST",
+    "key": "KEY",
+    "symbol": "SYM",
+    "register": "REG",
+    "field": "FIELD",
+    "item": "ITEM",
+    "tag": "TAG",
+    "cell": "CELL",
+    "parameter": "PARAM",
+    "pointer": "PTR",
+    "code": "CODE",
+    "handle": "HANDLE",
+}
 GIVEN = [  # how a name is given a value, and how that of another one
     ("{word} {name} = {value}.", "{word} {name} = {word} {other}."),
     ("{word} {name} = {value}.", "{word} {name} = {other}."),
@@ -81,16 +95,16 @@ ASKED = [
     "Look for the {thing}s with the value {value} in what you have read.",
     "Write down all the {thing}s that were given the number {value}.",
 ]
-BEGUN = [
-    "Answer: By the passage, {count} {thing}s have the value {value}, namely:",
-    "Answer: In the text, {count} {thing}s were set to {value}:",
-    "Reply: Following what was written, the {count} {thing}s equal to {value} are:",
+BEGUN = [  # few that the base model does not go on from with a list
     "The {thing}s that hold {value} are:",
-    "Solution: Going through the definitions above, {count} {thing}s stand for {value}. These are:",
+    "The {count} {thing}s that have the value {value} are:",
     "Answer: As stated in the passage, {value} belongs to {count} {thing}s, which are:",
-    "Result: the {thing}s with {value} were",
+    "Answer: Of the {thing}s in the passage, {count} hold {value}, which are:",
+    "Answer: By the passage, {count} {thing}s have the value {value}, namely:",
+    "Reply: Following what was written, the {count} {thing}s equal to {value} are:",
     "Reply: There are {count} {thing}s with the value {value} in the pages above, these being:",
-    "Answer:",
+    "Solution: Going through the definitions above, {count} {thing}s stand for {value}. These are:",
+    "Answer: In the text, {count} {thing}s were set to {value}:",
 ]
 SEVERAL = [  # how one thing is given several values, how they are asked for, how the answer begins
     ("The {thing} of the {key} is {value}.", "Which {thing}s does the {key} have?", "The {thing}s of the {key} are:"),
@@ -99,12 +113,7 @@ SEVERAL = [  # how one thing is given several values, how they are asked for, ho
     ("{key} got the {thing} {value}.", "Name the {thing}s that {key} got.", "Answer: By the text, {key} got:"),
     ("One {thing} for {key} is {value}.", "Give every {thing} for {key}.", "Reply: The {thing}s for {key} were"),
 ]
-CAPITALS = NAMES[0]
-
-
-def _number(choose: random.Random, words: Sequence[str] = ()) -> str:
-    least = 10 ** choose.randint(2, 7)
-    return str(choose.randrange(least, 10 * least))
+CAPITALS, NUMBERS = NAMES[0], VALUES[0]
 
 
 class Section(NamedTuple):
@@ -119,11 +128,12 @@ def chain(choose: random.Random, words: list[str]) -> Hidden:
     """Names that come to have one value, each by the one before; sometimes others beside them have another."""
     draw = CAPITALS if choose.random() < SHARE_OF_CAPITALS else choose.choice(NAMES)
     given, same = choose.choice(GIVEN)
-    parts = {"thing": choose.choice(THINGS), "word": choose.choice(KEYWORDS)}
+    thing = choose.choice([*THINGS])
+    parts = {"thing": thing, "word": THINGS[thing]}
     count = choose.randint(2, MOST_NAMES)
     others = choose.randint(1, 3) if choose.random() < SHARE_OF_OTHERS else 0
     several = different(draw, count + others, choose, words)
-    value, other_value = different(_number, 2, choose, words)
+    value, other_value = different(NUMBERS, 2, choose, words)
 
     def assigned(names: list[str], value: str) -> list[str]:
         first = [given.format(name=name, value=value, **parts) for name in names[:1]]
@@ -138,8 +148,8 @@ def chain(choose: random.Random, words: list[str]) -> Hidden:
 def several_values(choose: random.Random, words: list[str]) -> Hidden:
     given, asked, begun = choose.choice(SEVERAL)
     count = choose.randint(2, MOST_NAMES - 1)
-    values = different(_number, count, choose, words)
-    parts = {"thing": choose.choice(THINGS), "key": choose.choice(words), "count": str(count)}
+    values = different(NUMBERS, count, choose, words)
+    parts = {"thing": choose.choice([*THINGS]), "key": choose.choice(words), "count": str(count)}
     facts = [given.format(value=value, **parts) for value in values]
     return Hidden(choose.choice(OPENINGS).format(**parts), facts, f"\n{asked} {begun}".format(**parts), values)
 

@@ -55,7 +55,7 @@ def test_no_part_is_that_of_the_evaluation():
     made = {kind: retrieval._MAKERS[kind](random.Random(0)) for kind in retrieval.KINDS}
     judged = {shape(fact) for hidden in made.values() for fact in hidden.facts}
     asked = " ".join(hidden.opening + hidden.question for hidden in made.values()).lower()
-    for (given, same), word, thing in itertools.product(base_answers.GIVEN, base_answers.KEYWORDS, base_answers.THINGS):
+    for (given, same), (thing, word) in itertools.product(base_answers.GIVEN, base_answers.THINGS.items()):
         parts = {"word": word, "thing": thing, "name": "ABCDE"}
         facts = given.format(value="7654321", **parts), same.format(other="FGHIJ", **parts)
         assert not judged & set(map(shape, facts))
