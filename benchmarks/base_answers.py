@@ -5,7 +5,8 @@
 Questions with right answers (hidden_facts.py) teach routers to find facts. They do not teach them to keep to what the
 base model makes of a question that asks for much, and often fails at. Here it writes the answers itself, and a recipe's
 `answer_weight` counts its predictions of them once more. A section is text of a book with facts in it, one question and
-its answer, of so many tokens; those where something was found come three times. Documents are of four sections.
+its answer, of so many tokens; those where something was found come three times, those where it counted up, 1. 2. 3.,
+are left out. Documents are of four sections.
 
 Questions are put together of many parts, so that few are alike; the words of `focus eval --retrieval` are not among
 them: what judges an adapter must not train it.
@@ -185,6 +186,13 @@ def answers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sections
         yield text[:start] + text[start:].partition("\n")[0] + "\n"
 
 
+def times_to_take(answer: str, expected: Sequence[str]) -> int:
+    """None of a bare run of numbers, which the base model falls into wherever it finds nothing to say."""
+    if any(string in answer for string in expected):
+        return TIMES_IF_FOUND
+    return int(any(character.isalpha() for character in answer))
+
+
 def row(one: Section, answer: list[int], length: int) -> dict[str, list[int]]:
     """A section of `length` tokens and which of them are the answer, as rows to train on are."""
     ids = [*one.context, *answer, *one.follows][:length]
@@ -226,9 +234,11 @@ def main() -> None:
     rows, found = [], 0
     for one, text in zip(sections, answers(model, tokenizer, sections), strict=True):
         answer = tokenizer(text, add_special_tokens=False)["input_ids"]
-        is_found = any(string in text for string in one.expected)
-        found += is_found
-        rows += [row(one, answer, options.length)] * (TIMES_IF_FOUND if is_found else 1)
+        times = times_to_take(text, one.expected)
+        found += times == TIMES_IF_FOUND
+        rows += [row(one, answer, options.length)] * times
+    if len(rows) < SECTIONS:
+        raise SystemExit("the base model answered too few questions for one document: ask more --sections")
     choose.shuffle(rows)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     write_tokens(options.output, open_tokens(documents(rows), None, Data()))

@@ -96,9 +96,17 @@ def test_answers_are_a_line_each_in_the_order_asked(tiny, monkeypatch):
     assert [*base_answers.answers(*tiny, sections)] == [" first\n", "\n- one\n", "\n"]
 
 
+def test_what_was_found_counts_more_and_bare_numbers_do_not():
+    assert base_answers.times_to_take(" 1. ABCDE. 2.", ["ABCDE", "FGHIJ"]) == base_answers.TIMES_IF_FOUND > 1
+    assert base_answers.times_to_take(" 77, 78\n", ["77"]) == base_answers.TIMES_IF_FOUND
+    assert base_answers.times_to_take(" 1. General Lee.\n", ["ABCDE"]) == 1
+    assert base_answers.times_to_take(" 1. 2. 3. 4.\n", ["ABCDE"]) == base_answers.times_to_take("\n", ["A"]) == 0
+
+
 def test_a_token_file_with_its_answers(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(base_answers, "load_default_on", lambda device: tiny)
     monkeypatch.setattr(base_answers, "MAX_NEW_TOKENS", 6)
+    monkeypatch.setattr(base_answers, "times_to_take", lambda answer, expected: 1)
     (tmp_path / "book.txt").write_text(BOOK, encoding="utf-8")
     output = tmp_path / "made" / "answers.npy"
     command = ["base_answers.py", str(tmp_path), str(output), "--sections", "9", "--length", str(LENGTH)]
