@@ -4,7 +4,7 @@
         --elsewhere wiki.test.raw --seed 0 --save runs/k8 --json results/k8.json
 
 Texts are files, folders, or token ids (`NAME.npy` beside `NAME_len.npy`: its documents' lengths; to train on, perhaps
-with `NAME_answers.npy` of base_answers.py). Perplexity is as
+with `NAME_completion_mask.npy` of base_answers.py). Perplexity is as
 in `block_perplexity`: non-overlapping blocks inside a document, predictions past the window, against the frozen model
 without Focus on the same blocks. `--go-on-from` trains an adapter further instead of starting a new one; with
 `--measure-alone` it is measured as it is.
@@ -49,7 +49,7 @@ def documents(path: Path, tokenizer: Any) -> list[torch.Tensor]:
 
 def rows(path: Path, documents: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     """The documents of a text, with what of them are answers where that is known."""
-    answers = read_answers(path) if path.suffix == ".npy" else None
+    answers = read_answers(path, [*map(len, documents)]) if path.suffix == ".npy" else None
     if answers is None:
         return [{"input_ids": document} for document in documents]
     pairs = zip(documents, answers, strict=True)

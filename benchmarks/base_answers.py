@@ -4,9 +4,9 @@
 
 Questions with right answers (hidden_facts.py) teach routers to find facts. They do not teach them to keep to what the
 base model makes of a question that asks for much, and often fails at. Here it writes the answers itself, and a recipe's
-`answer_weight` counts its predictions of them once more. A section is text of a book with facts in it, one question and
-its answer, of so many tokens; those where something was found come three times, those where it counted up, 1. 2. 3.,
-are left out. Documents are of four sections.
+`answer_weight` makes its predictions of them count. A section is text of a book with facts in it, one question and its
+answer, of so many tokens; those where something was found come five times, those where it counted up, 1. 2. 3., are
+left out. Documents are of four sections.
 
 Questions are put together of many parts, so that few are alike; the words of `focus eval --retrieval` are not among
 them: what judges an adapter must not train it.
@@ -17,26 +17,25 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from adapter_figures import load_default_on
-from hidden_facts import NAMES, VALUES, different, words_of
+from hidden_facts import FEWEST_WORDS, NAMES, VALUES, different, words_of
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from focus_attn.compare.data import write_tokens
 from focus_attn.evaluation.requests import Item, Requests, Task
-from focus_attn.evaluation.retrieval import Haystack, Hidden
+from focus_attn.evaluation.retrieval import MAX_NEW_TOKENS, Haystack, Hidden
 from focus_attn.evaluation.scoring import Scorer
 from focus_attn.training.data import open_tokens
 from focus_attn.training.documents import read_documents
 from focus_attn.training.recipe import Data
 
 FEWEST_CHARACTERS, MOST_CHARACTERS = 20_000, 240_000  # of a book: shorter ones are left out, of longer ones the first
-FEWEST_WORDS = 100  # that differ, so that names do
-MAX_NEW_TOKENS = 48
-TIMES_IF_FOUND = 3
+TIMES_IF_FOUND = 5
 SECTIONS = 4  # of a document
 SHARE_OF_CHAINS, SHARE_OF_CAPITALS, SHARE_OF_OTHERS = 0.9, 0.6, 0.3
 
@@ -103,7 +102,7 @@ BEGUN = [  # few that the base model does not go on from with a list
     "Answer: Of the {thing}s in the passage, {count} hold {value}, which are:",
     "Answer: By the passage, {count} {thing}s have the value {value}, namely:",
     "Reply: Following what was written, the {count} {thing}s equal to {value} are:",
-    "Reply: There are {count} {thing}s with the value {value} in the pages above, these being:",
+    "Reply: In the pages above {count} {thing}s have the value {value}, these being:",
     "Solution: Going through the definitions above, {count} {thing}s stand for {value}. These are:",
     "Answer: In the text, {count} {thing}s were set to {value}:",
 ]
@@ -183,7 +182,7 @@ def answers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sections
     for item in items:
         text = written[item.item]
         start = len(text) - len(text.lstrip())
-        yield text[:start] + text[start:].partition("\n")[0] + "\n"
+        yield text[:start] + "".join(text[start:].partition("\n")[:2])
 
 
 def times_to_take(answer: str, expected: Sequence[str]) -> int:
@@ -211,7 +210,7 @@ def documents(rows: Sequence[dict[str, list[int]]]) -> list[dict[str, list[int]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("books", type=Path, help="files or a folder of them")
-    parser.add_argument("output", type=Path, help="NAME.npy; NAME_len.npy and NAME_answers.npy come beside it")
+    parser.add_argument("output", type=Path, help="NAME.npy; NAME_len.npy and NAME_completion_mask.npy come beside it")
     parser.add_argument("--sections", type=int, default=4000)
     parser.add_argument("--length", type=int, default=2048, help="tokens of a section")
     parser.add_argument("--seed", type=int, default=0)
@@ -222,18 +221,18 @@ def main() -> None:
     books = [book[:MOST_CHARACTERS] for book in read_documents(options.books, "text") if len(book) > FEWEST_CHARACTERS]
     books = [book for book in books if len(words_of(book)) >= FEWEST_WORDS]
     if not books:
-        parser.error(f"no text of more than {FEWEST_CHARACTERS:,} characters in {str(options.books)!r}")
+        wanted = f"text of more than {FEWEST_CHARACTERS:,} characters with {FEWEST_WORDS} plain words"
+        parser.error(f"no {wanted} in {str(options.books)!r}")
     model, tokenizer = load_default_on(options.device)
-    choose, haystacks = random.Random(options.seed), {}
+    choose, haystack_of = random.Random(options.seed), cache(lambda book: Haystack(tokenizer, [book]))
     sections = []
     for _ in range(options.sections):
         book = choose.choice(books)
-        if book not in haystacks:
-            haystacks[book] = Haystack(tokenizer, [book])
-        sections.append(section(haystacks[book], words_of(book), options.length, choose))
+        haystack = haystack_of(book)
+        sections.append(section(haystack, words_of(book), options.length, choose))
     rows, found = [], 0
     for one, text in zip(sections, answers(model, tokenizer, sections), strict=True):
-        answer = tokenizer(text, add_special_tokens=False)["input_ids"]
+        answer = haystack.encode(text)
         times = times_to_take(text, one.expected)
         found += times == TIMES_IF_FOUND
         rows += [row(one, answer, options.length)] * times

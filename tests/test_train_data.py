@@ -77,6 +77,8 @@ def test_rows_say_which_tokens_are_answers():
     [
         ([{"input_ids": [5, 6], "completion_mask": [1]}], "row 0 must have a number for each of its 2 ids, it has 1"),
         ([{"input_ids": [5, 6]}, {"text": "words"}], "row 1 has no `input_ids` .it has: text"),
+        ([{"input_ids": [5, 6]}, [7, 8]], "row 1 has no `input_ids` .it is a list"),
+        ([{"input_ids": [[5, 6]]}], "flat lists of integers"),
     ],
 )
 def test_rows_that_do_not_fit_are_refused(rows, message):
@@ -90,7 +92,7 @@ def answered(*lengths, begin=()):
     return dataclasses.replace(store, answers=store.ids % 5 == 0)
 
 
-@pytest.mark.parametrize("begin", [(), (7,)])
+@pytest.mark.parametrize("begin", [(), (5,)])
 def test_answers_stand_beside_their_tokens(begin):
     cut = cut_blocks(answered(50, 23, begin=begin), 16, packing=True, shortest=4)
     assert len(cut) > 4

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -423,15 +424,38 @@ def test_trained_weights_stay_fp32_and_compute_in_half(tmp_path):
 
 
 def test_a_run_counts_answers(tmp_path):
-    rows = [{"input_ids": ids, "completion_mask": torch.arange(200) % 50 > 40} for ids in tokens(12, 200)]
-    weighted = recipe(stage(objective="lm+distill", options={"probes": 8, "answer_weight": 2.0}))
-    result = run(tmp_path / "run", weighted, text=rows)
-    logged = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
-    assert all(line["answers"] > 0 for line in logged if "lm" in line)
-    plain = run(tmp_path / "plain", recipe(stage(objective="lm+distill")), text=rows)
+    masks = [torch.arange(200) % 50 > 40 if number % 3 else torch.zeros(200) for number in range(12)]
+    rows = [{"input_ids": ids, "completion_mask": mask} for ids, mask in zip(tokens(12, 200), masks, strict=True)]
+    quiet = {"probes": 0, "budget_weight": 0.0, "dominance_weight": 0.0}
+    weighted = stage(objective="lm+distill", options={**quiet, "answer_weight": 20.0})
+    lines: list[str] = []
+    result = run(tmp_path / "run", recipe(weighted), text=rows, log=lines.append)
+    assert any(re.search(r"tokens of answers in them, of 288", line) for line in lines)
+    plain = run(tmp_path / "plain", recipe(dataclasses.replace(weighted, options=quiet)), text=rows)
     assert any(not torch.equal(one, routers(plain)[name]) for name, one in routers(result).items())
-    with pytest.raises(ValueError, match=r"`stages\[0\].options.answer_weight` counts answers.*marks none"):
-        run(tmp_path / "none", weighted)
+    # however a step is cut into forwards, some of which have no answer
+    apart = run(tmp_path / "apart", recipe(dataclasses.replace(weighted, micro_batch=1)), text=rows)
+    together = run(tmp_path / "together", recipe(dataclasses.replace(weighted, micro_batch=2)), text=rows)
+    assert_same(routers(apart), routers(together), atol=2e-5)
+    logged = [
+        [json.loads(line)["answers"] for line in (folder / "log.jsonl").read_text().splitlines() if '"lm"' in line]
+        for folder in (tmp_path / "apart", tmp_path / "together")
+    ]
+    assert logged[0] == pytest.approx(logged[1], rel=1e-3) and all(value > 0 for value in logged[0])
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"), [(None, "marks none"), (100, r"none of those that .* is in a block of 64 tokens")]
+)
+def test_answers_that_no_block_has_are_missed(rows, message, tmp_path):
+    text = (
+        None
+        if rows is None
+        else [{"input_ids": ids, "completion_mask": torch.arange(100) > 90} for ids in tokens(9, 100)]
+    )
+    weighted = recipe(stage(options={"answer_weight": 20.0}), data=Data(held_out=0))
+    with pytest.raises(ValueError, match=rf"`stages\[0\].options.answer_weight` counts answers.*{message}"):
+        run(tmp_path / "run", weighted, text=text)
 
 
 def test_packed_documents_do_not_see_each_other():

@@ -1,13 +1,15 @@
 """The texts of a comparison as tokens: one store to train on, one to measure on, which share nothing.
 
 A source is what `focus train` reads (files, folders, hub datasets, builtin) or a token file: NAME.npy with the ids of
-all documents end to end and NAME_len.npy beside it with their lengths. `write_tokens` makes one, so that a machine
-without the text or the network can measure.
+all documents end to end and NAME_len.npy beside it with their lengths; text to train on may have
+NAME_completion_mask.npy too, a bit for each token: whether it is an answer's. `write_tokens` makes one, so that a
+machine without the text or the network can measure.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -117,6 +119,7 @@ def write_tokens(path: Path, store: TokenStore) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     np.save(path, ids.astype(np.uint16 if ids.max() < 1 << 16 else np.uint32))
     np.save(_lengths_file(path), np.array([len(document) for document in documents], dtype=np.int64))
+    _answers_file(path).unlink(missing_ok=True)  # of other tokens
     if store.answers is not None:
         marked = np.concatenate([store.answers[first:last] for first, last in store.documents.tolist()])
         np.save(_answers_file(path), np.packbits(marked))
@@ -136,17 +139,15 @@ def read_tokens(path: Path) -> list[Tensor]:
     return [torch.from_numpy(part.astype(np.int64)) for part in np.split(ids, np.cumsum(lengths)[:-1])]
 
 
-def read_answers(path: Path) -> list[Tensor] | None:
-    """Which tokens of a token file's documents are answers; None without a file that says it."""
+def read_answers(path: Path, lengths: Sequence[int]) -> list[Tensor] | None:
+    """Which tokens of a token file's documents, of these lengths, are answers; None without a file that says it."""
     file = _answers_file(path)
     if not file.is_file():
         return None
-    documents = read_tokens(path)
-    tokens, bits = sum(map(len, documents)), np.load(file)
-    if len(bits) != -(-tokens // 8):
-        raise ValueError(f"{file.name} has bits for {8 * len(bits):,} tokens, {path.name} has {tokens:,}")
-    marked = torch.from_numpy(np.unpackbits(bits, count=tokens).astype(bool))
-    return list(marked.split([len(document) for document in documents]))
+    tokens, bits = sum(lengths), np.load(file)
+    if bits.dtype != np.uint8 or len(bits) != -(-tokens // 8):
+        raise ValueError(f"{file.name} is not of {path.name}, which has {tokens:,} tokens: it must hold a bit for each")
+    return list(torch.from_numpy(np.unpackbits(bits, count=tokens).astype(bool)).split(list(lengths)))
 
 
 @cache
@@ -159,7 +160,7 @@ def _lengths_file(path: Path) -> Path:
 
 
 def _answers_file(path: Path) -> Path:
-    return path.with_name(f"{path.stem}_answers.npy")  # a bit for each token
+    return path.with_name(f"{path.stem}_completion_mask.npy")  # a bit for each token
 
 
 def _open(source: str, dataset: Dataset, tokenizer: Any) -> TokenStore:

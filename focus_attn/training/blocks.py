@@ -54,6 +54,14 @@ class Blocks:
         """Of the store's tokens, that stand in a block."""
         return sum(last - first for spans in self.spans for first, last in spans) / self.store.tokens
 
+    @property
+    def answers(self) -> int:
+        """How many of the tokens in blocks are marked as answers."""
+        marked = self.store.answers
+        return (
+            0 if marked is None else sum(int(marked[first:last].sum()) for spans in self.spans for first, last in spans)
+        )
+
     def rows(self, count: int) -> Tensor:
         """The ids of up to `count` blocks, evenly spread, that are one document's, [n, T]."""
         rows = [self[index]["input_ids"] for index in self._spread(count)]

@@ -47,7 +47,7 @@ class TokenStore:
     digest: str
     name: str
     begin: tuple[int, ...] = ()  # what every block cut from it begins with: <bos> where the tokenizer has one
-    answers: np.ndarray | None = None  # [tokens] bool: those that `answer_weight` counts once more
+    answers: np.ndarray | None = None  # [tokens] bool: those that `answer_weight` counts more
 
     @property
     def tokens(self) -> int:
@@ -175,21 +175,22 @@ def _from_dataset(dataset: Any, tokenizer: Any, data: Data, limit: int | None, p
     return _cached("the dataset", _digest([described.encode()]), texts, tokenizer, None, progress)
 
 
-def _from_rows(rows: Iterable[Mapping[str, Any]]) -> TokenStore:
+def _from_rows(rows: Iterable[Any]) -> TokenStore:
     ids, masks = [], []
     for number, row in enumerate(rows):
-        if "input_ids" not in row:
-            raise ValueError(f"row {number} has no `input_ids` (it has: {', '.join(row)})")
-        ids.append(torch.as_tensor(row["input_ids"]))
+        if not isinstance(row, Mapping) or "input_ids" not in row:
+            has = f"it has: {', '.join(row)}" if isinstance(row, Mapping) else f"it is a {type(row).__name__}"
+            raise ValueError(f"row {number} has no `input_ids` ({has})")
+        ids.append(torch.as_tensor(row["input_ids"]).cpu())
         mask = row.get(COMPLETION_MASK)
-        masks.append(torch.zeros(len(ids[-1])) if mask is None else torch.as_tensor(mask))
+        masks.append(torch.zeros_like(ids[-1], dtype=torch.bool) if mask is None else torch.as_tensor(mask).cpu() > 0)
         if masks[-1].shape != ids[-1].shape:
             raise ValueError(
-                f"`{COMPLETION_MASK}` of row {number} must have a number for each of its {len(ids[-1]):,} ids, it has "
-                f"{masks[-1].numel():,}"
+                f"`{COMPLETION_MASK}` of row {number} must have a number for each of its {ids[-1].numel():,} ids, it "
+                f"has {masks[-1].numel():,}"
             )
     store = _in_memory(ids)
-    answers = torch.cat(masks).bool().numpy()
+    answers = torch.cat(masks).numpy()
     if not answers.any():
         return store
     return dataclasses.replace(store, digest=_digest([store.digest.encode(), answers.tobytes()]), answers=answers)

@@ -107,7 +107,7 @@ def train(
         model: a causal LM, which gets Focus as `recipe.focus` says, or a FocusModel. It is moved to the device and to
             the recipe's precision, and carries Focus afterwards (`result.model`), unless the call fails.
         text_or_dataset: a path, "hub:owner/name", a list of texts, a `datasets.Dataset`, or token ids: a tensor, a
-            list, a list of lists.
+            list, a list of lists, or of rows with `input_ids` and `completion_mask`.
         tokenizer: the model's own; not needed for token ids, except by strange passages.
         output: the folder for the adapter, the checkpoints, the log (log.jsonl, TensorBoard) and the record (run.json).
         resume: go on from the last checkpoint in `output`; False removes what is there and starts anew.
@@ -132,8 +132,8 @@ def train(
         check_trainable(recipe, focus)
         shown = progress if rank() == 0 else None
         store, held_out = open_text(text_or_dataset, tokenizer, recipe, focus, shown)
-        check_answers(store, recipe)
         stages = [cut(store, one.length, recipe, f"stages[{index}]") for index, one in enumerate(recipe.stages)]
+        check_answers(recipe, stages)
         base = sample_of(base_parameters(focus).items())
         found = from_main(find_checkpoint(Path(output), recipe, store, base, resume) if rank() == 0 else None)
         _place(focus, recipe, place)
@@ -281,6 +281,8 @@ def _introduce(run: Run, store: TokenStore, stages: list[Blocks]) -> None:
             f"stage {index + 1}: {stage.objective}, {stage.trains}: {stage.steps:,} steps of {stage.sequences} x "
             f"{stage.length:,} tokens, {epochs:.2g} times over {len(blocks):,} blocks ({blocks.share:.0%} of the text)"
         )
+        if stage.step_options().answer_weight and store.answers is not None:
+            run.say(f"  {blocks.answers:,} tokens of answers in them, of {store.answers.sum():,}")
         run.say(f"  {estimate_memory(run.model, run.recipe, stage, run.device, world_size())}")
     if run.recipe.evaluate_every and not len(run.held_out):
         run.say("the text is too short to hold a block back: nothing is evaluated on the fly")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,14 +48,21 @@ def cut(store: TokenStore, length: int, recipe: Recipe, where: str) -> Blocks:
         raise ValueError(f"`{where}`: {error}") from None
 
 
-def check_answers(store: TokenStore, recipe: Recipe) -> None:
-    """ValueError where a stage counts answers and the text marks none."""
-    for index, stage in enumerate(recipe.stages):
-        if stage.step_options().answer_weight and store.answers is None:
+def check_answers(recipe: Recipe, stages: Sequence[Blocks]) -> None:
+    """ValueError where a stage counts answers and its blocks have none."""
+    for index, (stage, blocks) in enumerate(zip(recipe.stages, stages, strict=True)):
+        if not stage.step_options().answer_weight or blocks.answers:
+            continue
+        where, name = f"`stages[{index}].options.answer_weight` counts answers", blocks.store.name
+        if blocks.store.answers is None:
             raise ValueError(
-                f"`stages[{index}].options.answer_weight` counts answers, and {store.name} marks none: give rows with "
-                "`input_ids` and `completion_mask`, or leave it out"
+                f"{where}, and {name} marks none: give `train` rows with `input_ids` and `completion_mask`, or leave "
+                "it out"
             )
+        raise ValueError(
+            f"{where}, and none of those that {name} marks is in a block of {blocks.length:,} tokens: what fills no "
+            "block is dropped, so join rows to documents of whole blocks, or set `data.packing: true`"
+        )
 
 
 def blocks_to_start_from(store: TokenStore, recipe: Recipe, start: Start) -> Tensor:

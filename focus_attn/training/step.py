@@ -33,7 +33,7 @@ class StepOptions:
     distill_weight: float = field(default=1.0, metadata={"help": 'of the base model\'s part in "lm+distill"'})
     answer_weight: float = field(
         default=0.0,
-        metadata={"help": "of answers' tokens, once more: by the base model's predictions if `objective` has them"},
+        metadata={"help": "so many times more an answer's token counts: by the base model's predictions if they count"},
     )
     budget: float | None = field(
         default=None,
@@ -99,7 +99,7 @@ def training_step(
         segments: [B, T] which document a token belongs to, negative = padding; a document's tokens stand side by side.
         position_ids: [B, T] positions for the model; without `segments` documents start where they restart.
         labels: [B, T] the tokens themselves where they are to be predicted, -100 elsewhere; default: all of them.
-        answers: [B, T] bool, the tokens that `answer_weight` counts once more.
+        answers: [B, T] bool, the tokens that count `answer_weight` times more.
         exploration_left: the weight of the probes is multiplied by this, for runs that let it fall from 1 to 0.
     """
     window = model.focus_config.window
@@ -113,7 +113,7 @@ def training_step(
 
     # How many there are has to be read from the device: before it has anything to do, or the host would wait for it.
     predicted, targets = _to_predict(packing, input_ids if labels is None else labels, window)
-    asked = _answers_among(predicted, answers, input_ids) if options.answer_weight else None
+    in_answers = _in_answers(predicted, answers, input_ids) if options.answer_weight else None
     watch = RoutingWatch(_probe(options, exploration_left, input_ids, window), options.stop_gradient)
     with watch.watching(model), narrow_activations(model.base_model):
         answer = _run_decoder(model, input_ids, packing)
@@ -130,11 +130,13 @@ def training_step(
             teacher = _pick(_run_decoder(model, input_ids, packing), predicted)
         measures["distill"] = distillation_loss(head, hidden, teacher)
         loss = loss + measures["distill"] * (1.0 if options.objective == "distill" else options.distill_weight)
-    if asked is not None:
+    if in_answers is not None:
         if options.objective == "lm":
-            measures["answers"] = next_token_loss(head, hidden[asked], targets[asked])
+            of_answers = next_token_loss(head, hidden[in_answers], targets[in_answers])
         else:
-            measures["answers"] = distillation_loss(head, hidden[asked], teacher[asked])
+            of_answers = distillation_loss(head, hidden[in_answers], teacher[in_answers])
+        # Their part in the mean over all tokens: it does not depend on how a step is cut into forwards.
+        measures["answers"] = of_answers * (len(in_answers) / max(1, len(predicted)))
         loss = loss + options.answer_weight * measures["answers"]
 
     terms = routing_terms(model, watch.routings, packing, options.largest_group, options.balance_weight > 0)
@@ -165,25 +167,25 @@ def _run_decoder(model: FocusModel, input_ids: Tensor, packing: Packing) -> Any:
 
 def _to_predict(packing: Packing, labels: Tensor, window: int) -> tuple[Tensor, Tensor]:
     """Places in the flattened batch that predict, [n], and the token that comes next there, [n]."""
-    if labels.shape != packing.positions.shape:
-        raise ValueError(
-            f"`labels` must have the shape of `input_ids`, {list(packing.positions.shape)}; they have "
-            f"{list(labels.shape)}"
-        )
+    _check_shape("labels", labels, packing.positions)
     wanted = packing.past_window(window) & (labels != IGNORED)
     place = wanted.flatten().nonzero()[:, 0]  # never the first of a document: its position is 0
     return place - 1, labels.flatten()[place]
 
 
-def _answers_among(predicted: Tensor, answers: Tensor | None, input_ids: Tensor) -> Tensor:
+def _in_answers(predicted: Tensor, answers: Tensor | None, input_ids: Tensor) -> Tensor:
     """Which of the places that predict are followed by a token of an answer, [m]; a batch may have none."""
     if answers is None:
         return predicted[:0]
-    if answers.shape != input_ids.shape:
-        raise ValueError(
-            f"`answers` must have the shape of `input_ids`, {list(input_ids.shape)}; they have {list(answers.shape)}"
-        )
+    _check_shape("answers", answers, input_ids)
     return answers.flatten()[predicted + 1].nonzero()[:, 0]
+
+
+def _check_shape(name: str, given: Tensor, input_ids: Tensor) -> None:
+    if given.shape != input_ids.shape:
+        raise ValueError(
+            f"`{name}` must have the shape of `input_ids`, {list(input_ids.shape)}; they have {list(given.shape)}"
+        )
 
 
 def _pick(answer: Any, places: Tensor) -> Tensor:
