@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from training_runs import MOVED_CENTROIDS, assert_same, parallel_recipe, routers, run
+from training_runs import MOVED_CENTROIDS, assert_same, parallel_recipe, routers, run_on_answers
 
 from focus_attn.training.checkpoint import BASE, checkpoints
 
@@ -31,7 +31,7 @@ def two_processes(tmp_path_factory):
 
 @pytest.mark.parametrize("trains", ["routers", "everything"])
 def test_two_processes_learn_what_one_does(trains, two_processes, tmp_path):
-    alone = run(tmp_path, parallel_recipe(trains))
+    alone = run_on_answers(tmp_path, parallel_recipe(trains))
     base = {name: p.detach() for name, p in alone.model.base_model.named_parameters() if "focus" not in name}
     for sharding in ("none", "fsdp"):
         folder = two_processes / f"{trains}-{sharding}"
@@ -45,7 +45,7 @@ def test_two_processes_learn_what_one_does(trains, two_processes, tmp_path):
 
 @pytest.mark.parametrize("moved", MOVED_CENTROIDS, ids=lambda moved: next(iter(moved)))
 def test_centroids_move_by_what_both_processes_saw(moved, two_processes, tmp_path):
-    run(tmp_path, parallel_recipe("everything", bias_rate=0.0, **moved))
+    run_on_answers(tmp_path, parallel_recipe("everything", bias_rate=0.0, **moved))
     mine, theirs = (load_file(one / "focus_model.safetensors") for one in (tmp_path, two_processes / next(iter(moved))))
     assert_same(mine, theirs, **CLOSE)
 
@@ -60,6 +60,6 @@ def test_one_process_goes_on_from_what_two_left(trains, two_processes, tmp_path)
     for file in last.iterdir():
         file.unlink()
     last.rmdir()
-    resumed = run(folder, parallel_recipe(trains))
-    alone = run(tmp_path, parallel_recipe(trains))
+    resumed = run_on_answers(folder, parallel_recipe(trains))
+    alone = run_on_answers(tmp_path, parallel_recipe(trains))
     assert_same(routers(resumed), routers(alone), **CLOSE)

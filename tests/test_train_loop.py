@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny import tiny_config, tiny_model, tokenizer_with_bos, tokens
-from training_runs import CONFIG, STAGE, TWO_STAGES, AtStep, assert_same, recipe, routers, run, stage
+from training_runs import CONFIG, STAGE, TWO_STAGES, AtStep, assert_same, recipe, routers, rows_with_answers, run, stage
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from focus_attn import FocusModel, get_focus_model
@@ -424,8 +424,7 @@ def test_trained_weights_stay_fp32_and_compute_in_half(tmp_path):
 
 
 def test_a_run_counts_answers(tmp_path):
-    masks = [torch.arange(200) % 50 > 40 if number % 3 else torch.zeros(200) for number in range(12)]
-    rows = [{"input_ids": ids, "completion_mask": mask} for ids, mask in zip(tokens(12, 200), masks, strict=True)]
+    rows = rows_with_answers()
     quiet = {"probes": 0, "budget_weight": 0.0, "dominance_weight": 0.0}
     weighted = stage(objective="lm+distill", options={**quiet, "answer_weight": 20.0})
     lines: list[str] = []
