@@ -4,10 +4,9 @@
         --elsewhere wiki.test.raw --seed 0 --save runs/k8 --json results/k8.json
 
 Texts are files, folders, or token ids (`NAME.npy` beside `NAME_len.npy`: its documents' lengths; to train on, perhaps
-with `NAME_completion_mask.npy` of base_answers.py). Perplexity is as
-in `block_perplexity`: non-overlapping blocks inside a document, predictions past the window, against the frozen model
-without Focus on the same blocks. `--go-on-from` trains an adapter further instead of starting a new one; with
-`--measure-alone` it is measured as it is.
+with `NAME_completion_mask.npy` of base_answers.py). Perplexity is as in `block_perplexity`: non-overlapping blocks
+inside a document, predictions past the window, against the frozen model without Focus on the same blocks.
+`--go-on-from` trains an adapter further instead of starting a new one; with `--measure-alone` it is measured as it is.
 """
 
 from __future__ import annotations

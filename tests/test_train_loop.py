@@ -443,15 +443,14 @@ def test_a_run_counts_answers(tmp_path):
     assert logged[0] == pytest.approx(logged[1], rel=1e-3) and all(value > 0 for value in logged[0])
 
 
+AT_THE_END = [{"input_ids": ids, "completion_mask": torch.arange(100) > 90} for ids in tokens(9, 100)]
+
+
 @pytest.mark.parametrize(
-    ("rows", "message"), [(None, "marks none"), (100, r"none of those that .* is in a block of 64 tokens")]
+    ("text", "message"),
+    [(tokens(9, 100), "marks none"), (AT_THE_END, r"none of those that .* is in a block of 64 tokens")],
 )
-def test_answers_that_no_block_has_are_missed(rows, message, tmp_path):
-    text = (
-        None
-        if rows is None
-        else [{"input_ids": ids, "completion_mask": torch.arange(100) > 90} for ids in tokens(9, 100)]
-    )
+def test_answers_that_no_block_has_are_missed(text, message, tmp_path):
     weighted = recipe(stage(options={"answer_weight": 20.0}), data=Data(held_out=0))
     with pytest.raises(ValueError, match=rf"`stages\[0\].options.answer_weight` counts answers.*{message}"):
         run(tmp_path / "run", weighted, text=text)

@@ -93,7 +93,7 @@ def test_distillation_of_an_identical_model_is_nothing():
 
 
 @pytest.mark.parametrize("objective", ["lm", "distill", "lm+distill"])
-def test_answers_count_once_more(objective):
+def test_answers_count_more(objective):
     model, ids = focus(config=CONFIG).train(), tokens(length=40)
     answers = torch.zeros_like(ids, dtype=torch.bool)
     answers[0, 4:7] = answers[1, 20:24] = answers[0, 39] = True  # the first three are inside the window

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -54,7 +55,7 @@ class Blocks:
         """Of the store's tokens, that stand in a block."""
         return sum(last - first for spans in self.spans for first, last in spans) / self.store.tokens
 
-    @property
+    @cached_property
     def answers(self) -> int:
         """How many of the tokens in blocks are marked as answers."""
         marked = self.store.answers

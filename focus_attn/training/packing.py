@@ -28,16 +28,22 @@ class Packing(NamedTuple):
         return self.real & (self.positions > window)
 
 
+def check_shape(name: str, given: Tensor, input_ids: Tensor) -> None:
+    """ValueError unless something is said of each token."""
+    if given.shape != input_ids.shape:
+        raise ValueError(
+            f"`{name}` must have the shape of `input_ids`, {list(input_ids.shape)}; they have {list(given.shape)}"
+        )
+
+
 def read_packing(input_ids: Tensor, segments: Tensor | None, position_ids: Tensor | None) -> Packing:
     """`segments` [B, T]: a number for each document, its tokens side by side, negative = padding. Without them, a
     document starts wherever `position_ids` do not go on by one."""
     if input_ids.dim() != 2 or input_ids.is_floating_point():
         raise ValueError(f"`input_ids` must be [batch, tokens] ids, got {list(input_ids.shape)}")
     for name, given in (("segments", segments), ("position_ids", position_ids)):
-        if given is not None and given.shape != input_ids.shape:
-            raise ValueError(
-                f"`{name}` must have the shape of `input_ids`, {list(input_ids.shape)}; it has {list(given.shape)}"
-            )
+        if given is not None:
+            check_shape(name, given, input_ids)
     everything = torch.ones_like(input_ids, dtype=torch.bool)
     if segments is None and position_ids is None:
         return Packing(count_positions(everything), everything, None)

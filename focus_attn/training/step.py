@@ -10,7 +10,7 @@ from torch import Tensor
 
 from focus_attn.training.balance import largest_shares
 from focus_attn.training.narrow import narrow_activations
-from focus_attn.training.packing import Packing, read_packing
+from focus_attn.training.packing import Packing, check_shape, read_packing
 from focus_attn.training.probe import Probe
 from focus_attn.training.routing_terms import routing_terms
 from focus_attn.training.token_losses import Head, distillation_loss, next_token_loss
@@ -167,7 +167,7 @@ def _run_decoder(model: FocusModel, input_ids: Tensor, packing: Packing) -> Any:
 
 def _to_predict(packing: Packing, labels: Tensor, window: int) -> tuple[Tensor, Tensor]:
     """Places in the flattened batch that predict, [n], and the token that comes next there, [n]."""
-    _check_shape("labels", labels, packing.positions)
+    check_shape("labels", labels, packing.positions)
     wanted = packing.past_window(window) & (labels != IGNORED)
     place = wanted.flatten().nonzero()[:, 0]  # never the first of a document: its position is 0
     return place - 1, labels.flatten()[place]
@@ -177,15 +177,8 @@ def _in_answers(predicted: Tensor, answers: Tensor | None, input_ids: Tensor) ->
     """Which of the places that predict are followed by a token of an answer, [m]; a batch may have none."""
     if answers is None:
         return predicted[:0]
-    _check_shape("answers", answers, input_ids)
+    check_shape("answers", answers, input_ids)
     return answers.flatten()[predicted + 1].nonzero()[:, 0]
-
-
-def _check_shape(name: str, given: Tensor, input_ids: Tensor) -> None:
-    if given.shape != input_ids.shape:
-        raise ValueError(
-            f"`{name}` must have the shape of `input_ids`, {list(input_ids.shape)}; they have {list(given.shape)}"
-        )
 
 
 def _pick(answer: Any, places: Tensor) -> Tensor:
