@@ -21,15 +21,15 @@ import torch
 from focus_attn import FocusModel, load_default_model
 from focus_attn.bench.options import read_device
 from focus_attn.bench.record import write_json
-from focus_attn.compare.data import read_answers, read_tokens
 from focus_attn.evaluation import Perplexity, block_perplexity, group_shares, perplexity_ratio
 from focus_attn.evaluation.perplexity import first_token
 from focus_attn.training import Recipe, probe_groups, train
 from focus_attn.training.blocks import Blocks, cut_blocks
 from focus_attn.training.checkpoint import base_parameters
-from focus_attn.training.data import open_tokens
+from focus_attn.training.data import Sources, open_tokens
 from focus_attn.training.documents import read_documents
 from focus_attn.training.recipe import Data
+from focus_attn.training.token_file import read_tokens
 from focus_attn.zoo import cast_parameters, find_adapter
 
 
@@ -44,15 +44,6 @@ def documents(path: Path, tokenizer: Any) -> list[torch.Tensor]:
         return read_tokens(path)
     texts = list(read_documents(path, "text"))
     return [torch.tensor(ids) for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]]
-
-
-def rows(path: Path, documents: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """The documents of a text, with what of them are answers where that is known."""
-    answers = read_answers(path, [*map(len, documents)]) if path.suffix == ".npy" else None
-    if answers is None:
-        return [{"input_ids": document} for document in documents]
-    pairs = zip(documents, answers, strict=True)
-    return [{"input_ids": document, "completion_mask": mask} for document, mask in pairs]
 
 
 def blocks(texts: list[torch.Tensor], length: int, most: int, tokenizer: Any = None) -> torch.Tensor:
@@ -105,7 +96,7 @@ def main() -> None:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_default_model(dtype=torch.bfloat16, device=device)
-    read = {path: documents(path, tokenizer) for path in (*options.train, options.test, options.elsewhere) if path}
+    read = {path: documents(path, tokenizer) for path in (options.test, options.elsewhere) if path}
     asked = {"8192": (options.test, 8192, options.blocks), "2048": (options.test, 2048, 2 * options.blocks)}
     if options.elsewhere:
         asked["elsewhere"] = (options.elsewhere, 2048, 1 << 30)
@@ -120,11 +111,11 @@ def main() -> None:
         recipe = dataclasses.replace(recipe, start=None, focus=model.focus_config)
     training: dict[str, Any] = {"trained": "nothing"}
     if not options.measure_alone:
-        text = [row for path in options.train for row in rows(path, read[path])]
+        text = Sources([str(path) for path in options.train])
         result = train(model, text, recipe, tokenizer=tokenizer, output=options.save, device=device)
         if not result.finished:
             raise SystemExit(128 + (result.signal or 0))  # the same command goes on; there is nothing to measure yet
-        tokens = sum(len(row["input_ids"]) for row in text)
+        tokens = open_tokens(text, tokenizer, recipe.data).tokens
         training = {"recipe": recipe.to_dict(), "train_tokens": tokens, "seconds": result.seconds}
         model = result.model
     cast_parameters(base_parameters(model).values(), torch.bfloat16)  # one that was trained is in fp32

@@ -26,13 +26,13 @@ from adapter_figures import load_default_on
 from hidden_facts import FEWEST_WORDS, NAMES, VALUES, different, words_of
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from focus_attn.compare.data import write_tokens
 from focus_attn.evaluation.requests import Item, Requests, Task
 from focus_attn.evaluation.retrieval import MAX_NEW_TOKENS, Haystack, Hidden
 from focus_attn.evaluation.scoring import Scorer
 from focus_attn.training.data import open_tokens
 from focus_attn.training.documents import read_documents
 from focus_attn.training.recipe import Data
+from focus_attn.training.token_file import write_tokens
 
 FEWEST_CHARACTERS, MOST_CHARACTERS = 20_000, 240_000  # of a book: shorter ones are left out, of longer ones the first
 TIMES_IF_FOUND = 5

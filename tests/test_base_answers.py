@@ -12,9 +12,9 @@ from books import BOOK, WORDS, shape
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import base_answers
 
-from focus_attn.compare.data import read_answers, read_tokens
 from focus_attn.evaluation import retrieval
 from focus_attn.evaluation.retrieval import Haystack
+from focus_attn.training.token_file import read_answers, read_tokens
 from focus_attn.zoo import tiny_random_model
 
 LENGTH = 1200

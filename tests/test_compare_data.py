@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from focus_attn.compare.data import Texts, read_answers, read_tokens, split_store, write_tokens
+from focus_attn.compare.data import Texts, split_store
 from focus_attn.compare.recipe import Dataset
 from focus_attn.training.data import open_tokens
 from focus_attn.training.recipe import Data
+from focus_attn.training.token_file import read_answers, read_tokens, write_tokens
 from focus_attn.zoo import tiny_random_model
 
 

@@ -63,6 +63,21 @@ def test_train_writes_an_adapter_and_goes_on_where_it_was(folder):
     assert anew.exit_code == 0 and "step 1/3" in anew.output
 
 
+def test_several_texts_and_their_answers(folder):
+    rows = [{"prompt": f"what is line {number}? " * 3, "completion": "a line"} for number in range(90)]
+    (folder / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    weighted = RECIPE.replace("probes: 4", "probes: 4, answer_weight: 20").replace("held_out: 1", "packing: true")
+    (folder / "recipe.yaml").write_text(weighted)
+    command = ["train", "recipe.yaml", "--model", "model", "--device", "cpu", "--text", "text.txt"]
+    alone = run(app, command)
+    assert alone.exit_code == 1 and "give rows of `prompt` and `completion`" in " ".join(alone.output.split())
+    result = run(app, [*command, "--text", "asked.jsonl"])
+    assert result.exit_code == 0, result.output
+    assert "text: text.txt, asked.jsonl" in result.output and "tokens of answers in them" in result.output
+    log = [json.loads(line) for line in (folder / "runs" / "tiny" / "log.jsonl").read_text().splitlines()]
+    assert any(line.get("answers", 0) > 0 for line in log)
+
+
 @pytest.fixture
 def first(folder):
     """A trained adapter, and what to type to train in this folder."""

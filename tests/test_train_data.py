@@ -11,11 +11,14 @@ import torch
 from tiny import tokenizer_with_bos
 
 from focus_attn.evaluation import token_blocks
-from focus_attn.training import data as data_module
 from focus_attn.training import documents as documents_module
+from focus_attn.training import token_cache
 from focus_attn.training.blocks import ShuffledBlocks, cut_blocks
-from focus_attn.training.data import TokenStore, check_vocabulary, open_tokens
+from focus_attn.training.data import Sources, check_vocabulary, open_tokens
+from focus_attn.training.documents import Answered
 from focus_attn.training.recipe import Data
+from focus_attn.training.token_file import write_tokens
+from focus_attn.training.token_store import TokenStore
 from focus_attn.zoo import tiny_random_model
 
 LONG, SHORT = "a long document, " * 20, "a short one"
@@ -70,6 +73,74 @@ def test_rows_say_which_tokens_are_answers():
     assert none.answers is None
     dataset = pytest.importorskip("datasets").Dataset.from_list([{**row, "labels": "unread"} for row in rows[:1]])
     assert open_tokens(dataset, None, Data()).answers.tolist() == [False, False, True]
+
+
+ASKED = [{"prompt": "Who came?", "completion": " The doctor."}, {"prompt": "", "completion": "All."}]
+
+
+def marked(store, tokenizer):
+    """The answers of a store's documents, as text."""
+    spans = store.documents.tolist()
+    return [tokenizer.decode(store.ids[first:last][store.answers[first:last]]) for first, last in spans]
+
+
+def test_a_completion_is_an_answer(tmp_path, tokenizer, cache, monkeypatch):
+    file = tmp_path / "asked.jsonl"
+    lines = [*ASKED, {"text": "Only text."}]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    store = open_tokens(file, tokenizer, Data())
+    assert documents(store, tokenizer) == ["Who came? The doctor.", "All.", "Only text."]
+    assert marked(store, tokenizer) == [" The doctor.", "All.", ""]
+    monkeypatch.setattr(token_cache, "_tokenise", lambda *args: pytest.fail("tokenised twice"))
+    assert open_tokens(file, tokenizer, Data()).answers.tolist() == store.answers.tolist()  # from the cache
+
+
+def test_completions_of_datasets_are_answers(tokenizer, monkeypatch):
+    whole = pytest.importorskip("datasets").Dataset.from_list(ASKED)
+    fake_datasets(monkeypatch, lambda: iter(ASKED))
+    for dataset in (whole, whole.to_iterable_dataset(), "hub:owner/asked"):
+        assert marked(open_tokens(dataset, tokenizer, Data()), tokenizer) == [" The doctor.", "All."]
+
+
+def test_a_token_between_prompt_and_answer_is_the_answers():
+    class Pairs:
+        def __call__(self, texts, **options):
+            return {"input_ids": [[*text.encode()] if len(text) < 4 else [1, 2, *text[4:].encode()] for text in texts]}
+
+    (ids, answer), (plain, none) = token_cache.token_rows([Answered("abc", "defg"), "text"], Pairs())
+    assert ids == [1, 2, *b"efg"] and answer == 5  # nothing is left of "abc" by itself
+    assert plain == [1, 2] and none == 0
+
+
+def test_cached_answers_that_were_cut_short_are_made_anew(tmp_path, tokenizer, cache):
+    file = tmp_path / "asked.jsonl"
+    file.write_text(json.dumps(ASKED[0]))
+    whole = open_tokens(file, tokenizer, Data())
+    (kept,) = cache.glob("*/answers.bin")
+    kept.write_bytes(b"")
+    assert open_tokens(file, tokenizer, Data()).answers.tolist() == whole.answers.tolist()
+
+
+def test_several_sources_are_one_text(tmp_path, tokenizer):
+    (tmp_path / "text.txt").write_text(LONG)
+    (tmp_path / "asked.jsonl").write_text(json.dumps(ASKED[0]))
+    names = [str(tmp_path / name) for name in ("text.txt", "asked.jsonl")]
+    text, asked = (open_tokens(name, tokenizer, Data()) for name in names)
+    write_tokens(tmp_path / "asked.npy", asked)
+    names.append(str(tmp_path / "asked.npy"))
+    store = open_tokens(Sources([*names, names[0]]), tokenizer, Data())
+    assert documents(store, tokenizer) == [LONG, "Who came? The doctor.", "Who came? The doctor.", LONG]
+    assert marked(store, tokenizer) == ["", " The doctor.", " The doctor.", ""]
+    assert store.name == f"{names[0]}, {names[1]}, asked.npy, {names[0]}"
+    one, twice = (open_tokens(Sources([names[0]] * times), tokenizer, Data()) for times in (1, 2))
+    assert one.digest == text.digest != twice.digest and one.answers is None is twice.answers
+
+
+def test_blocks_of_a_token_file_begin_as_the_tokenizer_begins_a_text(tmp_path):
+    tokenizer, first = tokenizer_with_bos()
+    write_tokens(tmp_path / "t.npy", open_tokens([[5, 6, 7]], None, Data()))
+    assert open_tokens(tmp_path / "t.npy", tokenizer, Data()).begin == (first,)
+    assert open_tokens(tmp_path / "t.npy", None, Data()).begin == ()
 
 
 @pytest.mark.parametrize(
@@ -139,7 +210,7 @@ def test_text_is_tokenised_once(tmp_path, tokenizer, cache, monkeypatch):
     first = open_tokens(path, tokenizer, Data())
     assert first.ids.dtype == np.uint16
     with monkeypatch.context() as patch:
-        patch.setattr(data_module, "_tokenise", lambda *args: pytest.fail("tokenised twice"))
+        patch.setattr(token_cache, "_tokenise", lambda *args: pytest.fail("tokenised twice"))
         assert open_tokens(path, tokenizer, Data()).digest == first.digest
     path.write_text(LONG + "!")  # other text, other tokens
     assert open_tokens(path, tokenizer, Data()).tokens == first.tokens + 1
@@ -180,7 +251,7 @@ def test_a_hub_dataset_is_streamed_up_to_what_is_needed(monkeypatch, tokenizer):
     calls = fake_datasets(monkeypatch, rows)
     store = open_tokens("hub:owner/name:validation:part", tokenizer, Data(), limit=1000)
     assert 1000 <= store.tokens < 1000 + len(LONG)
-    assert len(taken) <= 2 * data_module.DOCUMENTS_AT_ONCE
+    assert len(taken) <= 2 * token_cache.DOCUMENTS_AT_ONCE
     assert calls == [(("owner/name", "part"), {"split": "validation", "streaming": True})]
 
 
@@ -255,7 +326,7 @@ def test_no_room_for_the_tokens_is_a_sentence(tokenizer, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(data_module, "_tokenise", full)
+    monkeypatch.setattr(token_cache, "_tokenise", full)
     with pytest.raises(OSError, match=r"No space left.*FOCUS_CACHE"):
         open_tokens([LONG], tokenizer, Data())
 

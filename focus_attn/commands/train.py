@@ -15,7 +15,11 @@ from focus_attn.targets import check_targets
 def train(
     recipe: Annotated[Path, typer.Argument(help="A YAML file, such as those in recipes/.")],
     text: Annotated[
-        str | None, typer.Option(help="A .txt, .md or .jsonl file, a folder of them, or hub:owner/name.")
+        list[str] | None,
+        typer.Option(
+            help="A .txt, .md or .jsonl file, a folder of them, hub:owner/name, or a token file (.npy). May be given "
+            "several times: all of it is read, what is named twice counts twice."
+        ),
     ] = None,
     model: Model = None,
     output: Annotated[
@@ -42,6 +46,7 @@ def train(
     from focus_attn.bench.record import write_json
     from focus_attn.report.terminal import StageBars
     from focus_attn.training import loop
+    from focus_attn.training.data import Sources
     from focus_attn.training.distributed import leave_processes, rank
     from focus_attn.training.recipe import Recipe
     from focus_attn.zoo import find_adapter
@@ -50,8 +55,8 @@ def train(
     chosen = dataclasses.replace(chosen, model=model or chosen.model, seed=chosen.seed if seed is None else seed)
     if adapter is not None:
         chosen = dataclasses.replace(chosen, adapter=adapter, start=None)
-    source = text or chosen.data.text
-    if source is None:
+    named = text or ([] if chosen.data.text is None else [chosen.data.text])
+    if not named:
         raise ValueError(f"{str(recipe)!r} names no text (`data: {{text: ...}}`): give --text FILE_OR_FOLDER")
     check_targets(json_file)
     if chosen.adapter is not None:
@@ -62,7 +67,7 @@ def train(
         with StageBars(console) as bars:
             result = loop.train(
                 base,
-                source,
+                Sources(named),
                 chosen,
                 tokenizer=tokenizer,
                 output=output or Path("runs") / chosen.name,

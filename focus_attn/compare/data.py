@@ -1,18 +1,13 @@
 """The texts of a comparison as tokens: one store to train on, one to measure on, which share nothing.
 
-A source is what `focus train` reads (files, folders, hub datasets, builtin) or a token file: NAME.npy with the ids of
-all documents end to end and NAME_len.npy beside it with their lengths; text to train on may have
-NAME_completion_mask.npy too, a bit for each token: whether it is an answer's. `write_tokens` makes one, so that a
-machine without the text or the network can measure.
+A source is what `focus train` reads: files, folders, token files, hub datasets, builtin.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,8 +18,9 @@ from focus_attn.compare.recipe import Dataset
 from focus_attn.evaluation.perplexity import first_token
 from focus_attn.text import TextSplit, default_text
 from focus_attn.training.blocks import Blocks, cut_blocks
-from focus_attn.training.data import BUILTIN, TokenStore, check_vocabulary, open_tokens
+from focus_attn.training.data import BUILTIN, check_vocabulary, open_tokens
 from focus_attn.training.recipe import Data
+from focus_attn.training.token_store import TokenStore
 
 TEST_EVERY = 4  # where one source serves both parts, each fourth document by size is measured on
 TOKENS_ENOUGH = 40_000_000  # of a hub dataset, which need not end
@@ -112,63 +108,13 @@ def split_store(store: TokenStore) -> tuple[TokenStore, TokenStore]:
     return train, measured
 
 
-def write_tokens(path: Path, store: TokenStore) -> None:
-    """A token file of the store's documents, with what of them are answers beside it."""
-    documents = [np.asarray(store.ids[first:last]) for first, last in store.documents.tolist()]
-    ids = np.concatenate(documents)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    np.save(path, ids.astype(np.uint16 if ids.max() < 1 << 16 else np.uint32))
-    np.save(_lengths_file(path), np.array([len(document) for document in documents], dtype=np.int64))
-    _answers_file(path).unlink(missing_ok=True)  # of other tokens
-    if store.answers is not None:
-        marked = np.concatenate([store.answers[first:last] for first, last in store.documents.tolist()])
-        np.save(_answers_file(path), np.packbits(marked))
-
-
-def read_tokens(path: Path) -> list[Tensor]:
-    """The documents of a token file; without lengths beside it, one."""
-    if not path.is_file():
-        raise ValueError(f"no token file {str(path)!r}: `focus compare RECIPE --write-tokens FOLDER` makes them")
-    ids = np.load(path, mmap_mode="r")
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise ValueError(f"{str(path)!r} must hold one row of whole numbers, it has {ids.dtype} {list(ids.shape)}")
-    lengths_file = _lengths_file(path)
-    lengths = np.load(lengths_file) if lengths_file.is_file() else np.array([len(ids)])
-    if lengths.sum() != len(ids):
-        raise ValueError(f"the lengths in {lengths_file.name} add up to {lengths.sum():,}, the ids are {len(ids):,}")
-    return [torch.from_numpy(part.astype(np.int64)) for part in np.split(ids, np.cumsum(lengths)[:-1])]
-
-
-def read_answers(path: Path, lengths: Sequence[int]) -> list[Tensor] | None:
-    """Which tokens of a token file's documents, of these lengths, are answers; None without a file that says it."""
-    file = _answers_file(path)
-    if not file.is_file():
-        return None
-    tokens, bits = sum(lengths), np.load(file)
-    if bits.dtype != np.uint8 or len(bits) != -(-tokens // 8):
-        raise ValueError(f"{file.name} is not of {path.name}, which has {tokens:,} tokens: it must hold a bit for each")
-    return list(torch.from_numpy(np.unpackbits(bits, count=tokens).astype(bool)).split(list(lengths)))
-
-
 @cache
 def _builtin() -> TextSplit:
     return default_text()
 
 
-def _lengths_file(path: Path) -> Path:
-    return path.with_name(f"{path.stem}_len.npy")
-
-
-def _answers_file(path: Path) -> Path:
-    return path.with_name(f"{path.stem}_completion_mask.npy")  # a bit for each token
-
-
 def _open(source: str, dataset: Dataset, tokenizer: Any) -> TokenStore:
-    if source.endswith(".npy"):
-        path = Path(source).expanduser()
-        store = dataclasses.replace(open_tokens(read_tokens(path), None, Data()), name=path.name)
-    else:
-        store = open_tokens(source, tokenizer, Data(field=dataset.field), limit=TOKENS_ENOUGH)
+    store = open_tokens(source, tokenizer, Data(field=dataset.field), limit=TOKENS_ENOUGH)
     if not dataset.join:
         return store
     whole = np.array([[store.documents[0, 0], store.documents[-1, 1]]])  # they touch

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import torch
 
-from focus_attn.compare.data import Texts, write_tokens
+from focus_attn.compare.data import Texts
 from focus_attn.compare.models import load_model
 from focus_attn.compare.recipe import Comparison
+from focus_attn.training.token_file import write_tokens
 
 
 def prepare_tokens(comparison: Comparison, folder: Path) -> None:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from focus_attn.lazy import lazily
 from focus_attn.training.balance import nudge_bias
 from focus_attn.training.coverage import CoverageFit, fit_coverage
+from focus_attn.training.data import Sources
 from focus_attn.training.layer_fit import LayerFit
 from focus_attn.training.measures import collapsed_routers, group_dominance, probe_groups, stability
 from focus_attn.training.objectives import FarAttention, coverage_loss, far_attention
@@ -24,6 +25,7 @@ __all__ = [
     "FarAttention",
     "LayerFit",
     "Recipe",
+    "Sources",
     "Stage",
     "Start",
     "StepOptions",

@@ -13,8 +13,8 @@ from focus_attn.base_sample import Sample, is_same
 from focus_attn.hf import text_config
 from focus_attn.model import FocusModel, get_focus_model
 from focus_attn.training.checkpoint import FOLDER, Checkpoint, checkpoints
-from focus_attn.training.data import TokenStore
 from focus_attn.training.recipe import Recipe
+from focus_attn.training.token_store import TokenStore
 from focus_attn.zoo import find_adapter
 
 RECORD = "run.json"  # what a run has written of itself

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from focus_attn.training.data import TokenStore
 from focus_attn.training.repeats import repeat_passages
+from focus_attn.training.token_store import TokenStore
 
 Span = tuple[int, int]  # from, up to before: places in the store
 PADDING = -1  # the segment of what fills a packed block up

@@ -1,18 +1,8 @@
-"""Text to token ids, once: what documents.py reads, or what a program has at hand.
-
-Ids are kept in the cache folder under a digest of the text and the tokenizer, so that a second run reads them back. A
-document's ids carry no special tokens. What the tokenizer begins every text with stands beside them: each block that is
-cut from a document begins with it, as in the evaluation.
-"""
+"""What can be trained on, as token ids: what documents.py reads, token files, or what a program has at hand."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-import os
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from filelock import FileLock
 from torch import Tensor
 
 from focus_attn.evaluation.perplexity import first_token
@@ -28,56 +17,18 @@ from focus_attn.progress import Progress
 from focus_attn.text import default_text
 from focus_attn.training.documents import HUB, dataset_documents, hub_documents, read_documents, text_files
 from focus_attn.training.recipe import Data
-from focus_attn.zoo import cache_folder
+from focus_attn.training.token_cache import TokenRow, cached_tokens, needed, token_rows
+from focus_attn.training.token_file import COMPLETION_MASK, SUFFIX, read_rows
+from focus_attn.training.token_store import TokenStore, digest_of, spans
 
-FORMAT = 1  # raised when what is written below changes
-IDS, OFFSETS, META = "ids.bin", "offsets.bin", "meta.json"
 BUILTIN = "builtin"
-COMPLETION_MASK = "completion_mask"  # TRL's name for the column
-DOCUMENTS_AT_ONCE = 64
-CHARACTERS_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
-class TokenStore:
-    """Token ids of documents."""
+class Sources:
+    """Names of texts to be read together; one that is named twice counts twice."""
 
-    ids: np.ndarray  # [tokens], perhaps on disk
-    documents: np.ndarray  # [documents, 2]: each is ids[first:last]
-    digest: str
-    name: str
-    begin: tuple[int, ...] = ()  # what every block cut from it begins with: <bos> where the tokenizer has one
-    answers: np.ndarray | None = None  # [tokens] bool: those that `answer_weight` counts more
-
-    @property
-    def tokens(self) -> int:
-        return int(self._lengths.sum())
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest document."""
-        return int(self._lengths.max())
-
-    @property
-    def _lengths(self) -> np.ndarray:
-        return self.documents[:, 1] - self.documents[:, 0]
-
-    def split_off(self, length: int, blocks: int) -> tuple[TokenStore, TokenStore]:
-        """What is left, and up to this many blocks of `length` tokens from the ends of the last documents that have
-        one: at most a quarter of those that there are. Of such a document only what still makes a block is left."""
-        length -= len(self.begin)
-        blocks = min(blocks, int((self._lengths // length).sum()) // 4)
-        left, taken = [], []
-        for first, last in self.documents[::-1].tolist():
-            cut = last - length * min((last - first) // length, blocks)
-            blocks -= (last - cut) // length
-            if cut < last:
-                taken.append((cut, last))
-            if cut == last or cut - first >= length:
-                left.append((first, cut))
-        parts = (np.array(part[::-1], dtype=np.int64).reshape(-1, 2) for part in (left, taken))
-        rest, aside = (dataclasses.replace(self, documents=part) for part in parts)
-        return rest, aside
+    names: Sequence[str]
 
 
 def open_tokens(
@@ -86,14 +37,17 @@ def open_tokens(
     """The tokens of `source`.
 
     Args:
-        source: a path, "hub:owner/name[:split[:subset]]", "builtin", a list of texts, a `datasets.Dataset`, or ids: a
-            tensor ([tokens], or one document a row), a list of ids, a list of such lists, or a dataset or a list of
-            rows with `input_ids` and perhaps `completion_mask`, as TRL has them: which of a document's tokens are
-            answers. Ids are taken as they are: only blocks of text begin with what the tokenizer begins a text with.
+        source: a path, "hub:owner/name[:split[:subset]]", "builtin", `Sources` of such names, a list of texts, a
+            `datasets.Dataset`, or ids: a tensor ([tokens], or one document a row), a list of ids, a list of such lists,
+            or a dataset or a list of rows with `input_ids` and perhaps `completion_mask`, as TRL has them: which of a
+            document's tokens are answers. Ids are taken as they are: only blocks of text, and of token files, begin
+            with what the tokenizer begins a text with.
         limit: stop reading a hub dataset after about this many tokens.
     """
     if isinstance(source, (str, Path)):
         return _from_name(str(source), tokenizer, data, limit, progress)
+    if isinstance(source, Sources):
+        return _together([_from_name(name, tokenizer, data, limit, progress) for name in source.names])
     if hasattr(source, "column_names"):
         return _from_dataset(source, tokenizer, data, limit, progress)
     if isinstance(source, (Tensor, np.ndarray)):
@@ -110,8 +64,8 @@ def open_tokens(
     if not len(source):
         raise ValueError("there is nothing to train on: the list is empty")
     if isinstance(source[0], str):
-        digest = _digest(text.encode() for text in source)
-        return _cached("texts given in Python", digest, source, tokenizer, None, progress)
+        digest = digest_of(text.encode() for text in source)
+        return cached_tokens("texts given in Python", digest, source, tokenizer, None, progress)
     if isinstance(source[0], Mapping):
         return _from_rows(source)
     if isinstance(source[0], int):
@@ -140,16 +94,19 @@ def _from_name(name: str, tokenizer: Any, data: Data, limit: int | None, progres
     joined = [b"joined"] if data.join else []
     if name == BUILTIN:
         documents = default_text().train
-        return _cached(name, _digest(text.encode() for text in documents), documents, tokenizer, None, progress)
+        return cached_tokens(name, digest_of(text.encode() for text in documents), documents, tokenizer, None, progress)
     if name.startswith(HUB):
         described = f"{name} {data.field} {limit}"
-        return _cached(
-            name, _digest([described.encode(), *joined]), hub_documents(name, data), tokenizer, limit, progress
+        return cached_tokens(
+            name, digest_of([described.encode(), *joined]), hub_documents(name, data), tokenizer, limit, progress
         )
     path = Path(name).expanduser()
+    if path.suffix == SUFFIX:
+        begin = () if tokenizer is None else tuple(first_token(tokenizer))
+        return dataclasses.replace(_from_rows(read_rows(path)), name=path.name, begin=begin)
     contents = (part for file in text_files(path) for part in (file.suffix.encode(), *_parts(file)))
-    digest = _digest([data.field.encode(), *contents, *joined])
-    return _cached(str(path), digest, read_documents(path, data.field, data.join), tokenizer, None, progress)
+    digest = digest_of([data.field.encode(), *contents, *joined])
+    return cached_tokens(str(path), digest, read_documents(path, data.field, data.join), tokenizer, None, progress)
 
 
 def _parts(file: Path) -> Iterator[bytes]:
@@ -169,10 +126,11 @@ def _from_dataset(dataset: Any, tokenizer: Any, data: Data, limit: int | None, p
         return _from_rows(dataset)
     texts = dataset_documents("the dataset", lambda: dataset, data)
     if not hasattr(dataset, "__len__"):  # a stream: nothing says what it will give, so there is nothing to cache by
-        rows = _up_to(limit, map(torch.tensor, _token_lists(texts, _needed(tokenizer))))
-        return dataclasses.replace(_in_memory(list(rows)), begin=tuple(first_token(tokenizer)))
+        rows = _up_to(limit, token_rows(texts, needed(tokenizer)))
+        marked = ({"input_ids": ids, COMPLETION_MASK: np.arange(len(ids)) >= len(ids) - answer} for ids, answer in rows)
+        return dataclasses.replace(_from_rows(marked), begin=tuple(first_token(tokenizer)))
     described = f"{dataset._fingerprint} {data.field}{' joined' if data.join else ''}"
-    return _cached("the dataset", _digest([described.encode()]), texts, tokenizer, None, progress)
+    return cached_tokens("the dataset", digest_of([described.encode()]), texts, tokenizer, None, progress)
 
 
 def _from_rows(rows: Iterable[Any]) -> TokenStore:
@@ -193,16 +151,32 @@ def _from_rows(rows: Iterable[Any]) -> TokenStore:
     answers = torch.cat(masks).numpy()
     if not answers.any():
         return store
-    return dataclasses.replace(store, digest=_digest([store.digest.encode(), answers.tobytes()]), answers=answers)
+    return dataclasses.replace(store, digest=digest_of([store.digest.encode(), answers.tobytes()]), answers=answers)
 
 
-def _up_to(limit: int | None, rows: Iterable[Tensor]) -> Iterator[Tensor]:
+def _up_to(limit: int | None, rows: Iterable[TokenRow]) -> Iterator[TokenRow]:
     taken = 0
     for row in rows:
         yield row
-        taken += len(row)
+        taken += len(row[0])
         if limit is not None and taken >= limit:
             return
+
+
+def _together(stores: Sequence[TokenStore]) -> TokenStore:
+    if len(stores) == 1:
+        return stores[0]
+    first = np.cumsum([0, *(len(store.ids) for store in stores)])
+    documents = [store.documents + start for store, start in zip(stores, first[:-1], strict=True)]
+    answers = None
+    if any(store.answers is not None for store in stores):
+        unmarked = (np.zeros(len(store.ids), dtype=bool) for store in stores)
+        answers = np.concatenate(
+            [none if store.answers is None else store.answers for store, none in zip(stores, unmarked, strict=True)]
+        )
+    digest, name = digest_of(store.digest.encode() for store in stores), ", ".join(store.name for store in stores)
+    ids = np.concatenate([store.ids for store in stores])
+    return TokenStore(ids, np.concatenate(documents), digest, name, stores[0].begin, answers)
 
 
 def _in_memory(rows: list[Tensor]) -> TokenStore:
@@ -215,119 +189,5 @@ def _in_memory(rows: list[Tensor]) -> TokenStore:
     if ids.min() < 0:
         raise ValueError(f"token ids start at 0, got {ids.min()}")
     offsets = np.cumsum([0, *(row.numel() for row in rows)])
-    digest = _digest([ids.tobytes(), offsets.tobytes()])
-    return TokenStore(ids, _spans(offsets), digest, "token ids given in Python")
-
-
-def _spans(offsets: np.ndarray) -> np.ndarray:
-    """[documents + 1] where documents that touch begin and end -> [documents, 2]."""
-    return np.stack([offsets[:-1], offsets[1:]], axis=1)
-
-
-def _digest(parts: Iterable[bytes]) -> str:
-    whole = hashlib.sha256()
-    for part in parts:
-        whole.update(len(part).to_bytes(8, "little"))
-        whole.update(part)
-    return whole.hexdigest()
-
-
-def _needed(tokenizer: Any) -> Any:
-    if tokenizer is None:
-        raise ValueError("text must be tokenised: pass `tokenizer=`, or give token ids instead of text")
-    return tokenizer
-
-
-def _tokenizer_fingerprint(tokenizer: Any) -> str:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    described = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    return _digest([type(tokenizer).__name__.encode(), described.encode()])
-
-
-def _cached(
-    name: str,
-    digest: str,
-    documents: Iterable[str],
-    tokenizer: Any,
-    limit: int | None,
-    progress: Progress | None,
-) -> TokenStore:
-    """The store of these documents, made now unless it is there. Of several processes one makes it."""
-    digest = _digest([digest.encode(), _tokenizer_fingerprint(_needed(tokenizer)).encode(), str(FORMAT).encode()])
-    folder = cache_folder() / "tokens" / digest[:32]
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{folder}.lock"):
-            if not _is_whole(folder):
-                _tokenise(documents, tokenizer, folder, name, limit, progress)
-            return dataclasses.replace(_read(folder, digest, name), begin=tuple(first_token(tokenizer)))
-    except OSError as error:
-        if error.errno is None:  # a sentence already
-            raise
-        raise OSError(
-            f"cannot keep the tokens of {name} in {str(folder.parent)!r} ({error.strerror}): set the environment "
-            "variable FOCUS_CACHE to a writable folder with enough space"
-        ) from error
-
-
-def _tokenise(
-    documents: Iterable[str], tokenizer: Any, folder: Path, name: str, limit: int | None, progress: Progress | None
-) -> None:
-    kind = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
-    partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.partial-", dir=folder.parent))
-    try:
-        offsets = [0]
-        with (partial / IDS).open("wb") as file:
-            for ids in _token_lists(documents, tokenizer):
-                np.asarray(ids, dtype=kind).tofile(file)
-                offsets.append(offsets[-1] + len(ids))
-                if progress:
-                    done = min(offsets[-1], limit or offsets[-1])
-                    progress("tokenising", done, limit or done + 1)
-                if limit is not None and offsets[-1] >= limit:
-                    break
-        if offsets[-1] == 0:
-            raise ValueError(f"{name} holds no text")
-        if progress:
-            progress("tokenising", offsets[-1], offsets[-1])
-        np.asarray(offsets, dtype=np.int64).tofile(partial / OFFSETS)
-        meta = {"name": name, "dtype": np.dtype(kind).name, "tokens": offsets[-1], "documents": len(offsets) - 1}
-        (partial / META).write_text(json.dumps(meta), encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _token_lists(documents: Iterable[str], tokenizer: Any) -> Iterator[list[int]]:
-    for batch in _batches(text for text in documents if text.strip()):
-        yield from tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
-
-
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if len(batch) == DOCUMENTS_AT_ONCE or size >= CHARACTERS_AT_ONCE:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _is_whole(folder: Path) -> bool:
-    try:
-        meta = json.loads((folder / META).read_text(encoding="utf-8"))
-        width = np.dtype(meta["dtype"]).itemsize
-        sizes = {IDS: meta["tokens"] * width, OFFSETS: (meta["documents"] + 1) * 8}
-        return all((folder / file).stat().st_size == size for file, size in sizes.items())
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def _read(folder: Path, digest: str, name: str) -> TokenStore:
-    meta = json.loads((folder / META).read_text(encoding="utf-8"))
-    ids = np.memmap(folder / IDS, dtype=meta["dtype"], mode="r")
-    return TokenStore(ids, _spans(np.fromfile(folder / OFFSETS, dtype=np.int64)), digest, name)
+    digest = digest_of([ids.tobytes(), offsets.tobytes()])
+    return TokenStore(ids, spans(offsets), digest, "token ids given in Python")

@@ -1,4 +1,7 @@
-"""The documents of what can be trained on: files, folders, JSONL line by line, datasets of the hub or at hand."""
+"""The documents of what can be trained on: files, folders, JSONL line by line, datasets of the hub or at hand.
+
+A row of JSONL or of a dataset has a field of text, or `prompt` and `completion`, as TRL has them.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,18 @@ from focus_attn.training.recipe import Data
 HUB = "hub:"
 LONGEST_NAME = 255  # of a file, in most file systems
 JOINED_CHARACTERS = 1 << 20  # of a document of joined lines: a stream is read a piece at a time
+PROMPT, COMPLETION = "prompt", "completion"
+
+
+class Answered(str):
+    """A prompt with its answer behind it, and the character that the answer begins with."""
+
+    begins: int
+
+    def __new__(cls, prompt: str, completion: str) -> Answered:
+        both = super().__new__(cls, prompt + completion)
+        both.begins = len(prompt)
+        return both
 
 
 def read_documents(path: Path, field: str, join: bool = False) -> Iterator[str]:
@@ -72,7 +87,12 @@ def _field(record: Any, field: str, where: str) -> str:
         raise ValueError(f"{where} is a {type(record).__name__}: a document is an object with a field {field!r}")
     if field in record:
         raise ValueError(f"{where}: the field {field!r} holds a {type(record[field]).__name__}, no text")
-    raise ValueError(f"{where} has no field {field!r} (it has: {', '.join(record)}); name it with `data.field`")
+    if PROMPT in record and COMPLETION in record:
+        return Answered(_field(record, PROMPT, where), _field(record, COMPLETION, where))
+    raise ValueError(
+        f"{where} has no field {field!r} (it has: {', '.join(record)}); name it with `data.field`, or give `{PROMPT}` "
+        f"and `{COMPLETION}`"
+    )
 
 
 def hub_documents(name: str, data: Data) -> Iterator[str]:

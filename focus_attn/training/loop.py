@@ -36,7 +36,6 @@ from focus_attn.training.checkpoint import (
     persistent_buffers,
     read_optimizer,
 )
-from focus_attn.training.data import TokenStore
 from focus_attn.training.distributed import (
     copy_routers_from_main,
     from_main,
@@ -51,6 +50,7 @@ from focus_attn.training.reading import blocks_to_start_from, check_answers, cut
 from focus_attn.training.recipe import Recipe, Stage
 from focus_attn.training.repeats import strange_words
 from focus_attn.training.starts import start_routers
+from focus_attn.training.token_store import TokenStore
 from focus_attn.training.trainer import FocusTrainer, Run
 from focus_attn.zoo import cast_parameters, quiet_transformers
 

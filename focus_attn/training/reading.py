@@ -11,9 +11,10 @@ from torch import Tensor
 from focus_attn.model import FocusModel
 from focus_attn.progress import Progress
 from focus_attn.training.blocks import Blocks, cut_blocks
-from focus_attn.training.data import TokenStore, check_vocabulary, open_tokens
+from focus_attn.training.data import check_vocabulary, open_tokens
 from focus_attn.training.recipe import Recipe, Start
 from focus_attn.training.repeats import repeat_passages
+from focus_attn.training.token_store import TokenStore
 
 
 def open_text(
@@ -56,8 +57,8 @@ def check_answers(recipe: Recipe, stages: Sequence[Blocks]) -> None:
         where, name = f"`stages[{index}].options.answer_weight` counts answers", blocks.store.name
         if blocks.store.answers is None:
             raise ValueError(
-                f"{where}, and {name} marks none: give `train` rows with `input_ids` and `completion_mask`, or leave "
-                "it out"
+                f"{where}, and {name} marks none: give rows of `prompt` and `completion`, or of `input_ids` and "
+                "`completion_mask`, or leave it out"
             )
         raise ValueError(
             f"{where}, and none of those that {name} marks is in a block of {blocks.length:,} tokens: what fills no "

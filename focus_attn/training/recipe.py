@@ -38,8 +38,8 @@ class Data:
 
     text: str | None = string(
         None,
-        "a .txt, .md or .jsonl file, a folder of them, hub:owner/name[:split[:subset]], or builtin (Python's own "
-        "documentation)",
+        "a .txt, .md or .jsonl file, a folder of them, a token file, hub:owner/name[:split[:subset]], or builtin "
+        "(Python's own documentation)",
     )
     field: str = string("text", "the field of a JSONL line or of a hub dataset that holds the text")
     join: bool = flag(False, "the rows of a JSONL file or a dataset are the lines of one text: put them together again")

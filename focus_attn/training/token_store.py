@@ -1,0 +1,65 @@
+"""Token ids of documents: what every source of text becomes."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class TokenStore:
+    """Token ids of documents."""
+
+    ids: np.ndarray  # [tokens], perhaps on disk
+    documents: np.ndarray  # [documents, 2]: each is ids[first:last]
+    digest: str
+    name: str
+    begin: tuple[int, ...] = ()  # what every block cut from it begins with: <bos> where the tokenizer has one
+    answers: np.ndarray | None = None  # [tokens] bool: those that `answer_weight` counts more
+
+    @property
+    def tokens(self) -> int:
+        return int(self._lengths.sum())
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return int(self._lengths.max())
+
+    @property
+    def _lengths(self) -> np.ndarray:
+        return self.documents[:, 1] - self.documents[:, 0]
+
+    def split_off(self, length: int, blocks: int) -> tuple[TokenStore, TokenStore]:
+        """What is left, and up to this many blocks of `length` tokens from the ends of the last documents that have
+        one: at most a quarter of those that there are. Of such a document only what still makes a block is left."""
+        length -= len(self.begin)
+        blocks = min(blocks, int((self._lengths // length).sum()) // 4)
+        left, taken = [], []
+        for first, last in self.documents[::-1].tolist():
+            cut = last - length * min((last - first) // length, blocks)
+            blocks -= (last - cut) // length
+            if cut < last:
+                taken.append((cut, last))
+            if cut == last or cut - first >= length:
+                left.append((first, cut))
+        parts = (np.array(part[::-1], dtype=np.int64).reshape(-1, 2) for part in (left, taken))
+        rest, aside = (dataclasses.replace(self, documents=part) for part in parts)
+        return rest, aside
+
+
+def spans(offsets: np.ndarray) -> np.ndarray:
+    """[documents + 1] where documents that touch begin and end -> [documents, 2]."""
+    return np.stack([offsets[:-1], offsets[1:]], axis=1)
+
+
+def digest_of(parts: Iterable[bytes]) -> str:
+    whole = hashlib.sha256()
+    for part in parts:
+        whole.update(len(part).to_bytes(8, "little"))
+        whole.update(part)
+    return whole.hexdigest()
