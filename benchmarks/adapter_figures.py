@@ -115,7 +115,8 @@ def main() -> None:
         result = train(model, text, recipe, tokenizer=tokenizer, output=options.save, device=device)
         if not result.finished:
             raise SystemExit(128 + (result.signal or 0))  # the same command goes on; there is nothing to measure yet
-        tokens = open_tokens(text, tokenizer, recipe.data).tokens
+        most = max(stage.tokens for stage in recipe.stages)
+        tokens = open_tokens(text, tokenizer, recipe.data, limit=most).tokens
         training = {"recipe": recipe.to_dict(), "train_tokens": tokens, "seconds": result.seconds}
         model = result.model
     cast_parameters(base_parameters(model).values(), torch.bfloat16)  # one that was trained is in fp32

@@ -14,7 +14,7 @@ import base_answers
 
 from focus_attn.evaluation import retrieval
 from focus_attn.evaluation.retrieval import Haystack
-from focus_attn.training.token_file import read_answers, read_tokens
+from focus_attn.training.token_file import open_token_file
 from focus_attn.zoo import tiny_random_model
 
 LENGTH = 1200
@@ -125,17 +125,12 @@ def test_a_token_file_with_its_answers(tiny, tmp_path, monkeypatch, capsys):
     command = ["base_answers.py", str(tmp_path), str(output), "--sections", "5", "--length", str(LENGTH)]
     monkeypatch.setattr(sys, "argv", command)
     base_answers.main()
-    documents = read_tokens(output)
-    masks = read_answers(output, [*map(len, documents)])
-    assert [*map(len, documents)] == [4 * LENGTH] * 2  # three, and one five times
-    sections = [pair for ids, marked in zip(documents, masks, strict=True) for pair in parts(ids, marked)]
+    store = open_token_file(output)
+    assert store.documents.tolist() == [[0, 4 * LENGTH], [4 * LENGTH, 8 * LENGTH]]  # three, and one five times
+    sections = zip(store.ids.reshape(-1, LENGTH), store.answers.reshape(-1, LENGTH), strict=True)
     texts = [tiny[1].decode(ids[marked]) for ids, marked in sections]
     assert texts.count(" General Lee.\n") == 3 and sum("and no more\n" in text for text in texts) == 5
     assert "8 sections; the base model found something in 1 of 5" in capsys.readouterr().out
-
-
-def parts(ids, marked):
-    return zip(ids.split(LENGTH), marked.split(LENGTH), strict=True)
 
 
 def test_the_base_model_is_asked(tiny):

@@ -10,7 +10,7 @@ from focus_attn.compare.data import Texts, split_store
 from focus_attn.compare.recipe import Dataset
 from focus_attn.training.data import open_tokens
 from focus_attn.training.recipe import Data
-from focus_attn.training.token_file import read_answers, read_tokens, write_tokens
+from focus_attn.training.token_file import open_token_file, read_tokens, write_tokens
 from focus_attn.zoo import tiny_random_model
 
 
@@ -48,15 +48,42 @@ def test_token_files_come_back(tmp_path):
 
 def test_answers_come_back_beside_their_tokens(tmp_path):
     written, file = store(7, 3, 5), tmp_path / "books.npy"
-    assert read_answers(file, [15]) is None
     marked = dataclasses.replace(written, answers=written.ids % 4 == 3, documents=written.documents[[2, 0]])
     write_tokens(file, marked)
-    pairs = zip(read_tokens(file), read_answers(file, [5, 7]), strict=True)
-    assert [ids[mask].tolist() for ids, mask in pairs] == [[11], [3]]
-    with pytest.raises(ValueError, match="which has 20 tokens: it must hold a bit for each"):
-        read_answers(file, [20])
+    back = open_token_file(file)
+    assert back.ids[back.answers].tolist() == [11, 3] and back.documents.tolist() == [[0, 5], [5, 12]]
+    np.save(tmp_path / "longer.npy", np.arange(20))
+    (tmp_path / "books_completion_mask.npy").rename(tmp_path / "longer_completion_mask.npy")
+    with pytest.raises(ValueError, match=r"which has 20 tokens: it must hold a bit for each, as numpy\.packbits"):
+        open_token_file(tmp_path / "longer.npy")
+    assert open_token_file(tmp_path / "longer.npy", answers=False).tokens == 20
+    write_tokens(file, marked)
     write_tokens(file, written)
-    assert read_answers(file, [7, 3, 5]) is None  # nothing is left of other tokens
+    assert open_token_file(file).answers is None  # nothing is left of other tokens
+    assert open_token_file(file).digest == written.digest != back.digest
+
+
+def test_answers_make_no_other_comparison(tmp_path, tokenizer):
+    written = store(70, 30)
+    write_tokens(tmp_path / "a.npy", dataclasses.replace(written, answers=written.ids % 4 == 3))
+    texts = Texts(Dataset(test=str(tmp_path / "a.npy"), train=str(tmp_path / "a.npy")), tokenizer, 257)
+    assert texts.train.answers is None and texts.train.digest == written.digest
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (np.array(["a", "b"], dtype=object), "'t.npy'.* does not hold integers as numpy.save writes them"),
+        (np.array([1.5]), "one row of whole numbers, it has float64"),
+        (np.array([], dtype=np.int64), "one row of whole numbers, it has int64 .0."),
+        (np.array([3, -1]), "token ids start at 0, .* has -1"),
+    ],
+)
+def test_what_is_no_token_file_is_refused(content, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    np.save("t.npy", content, allow_pickle=True)
+    with pytest.raises(ValueError, match=message):
+        open_tokens("t.npy", None, Data())
 
 
 def test_token_files_that_are_wrong(tmp_path):

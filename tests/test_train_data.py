@@ -136,11 +136,78 @@ def test_several_sources_are_one_text(tmp_path, tokenizer):
     assert one.digest == text.digest != twice.digest and one.answers is None is twice.answers
 
 
+@pytest.mark.parametrize("order", ["abb", "bba", "ab"])
+def test_what_is_held_out_of_a_text_that_counts_twice_is_not_trained_on(order, tmp_path, tokenizer):
+    for name, first in (("a", 33), ("b", 80)):
+        (tmp_path / f"{name}.txt").write_text("".join(chr(first + number % 47) for number in range(400)))
+    store = open_tokens(Sources([tmp_path / f"{name}.txt" for name in order]), tokenizer, Data())
+    assert store.tokens == 400 * len(order) and len(store.ids) == 800
+    rest, aside = store.split_off(64, 3)
+    places = [{place for span in part.documents.tolist() for place in range(*span)} for part in (rest, aside, store)]
+    assert not places[0] & places[1] and places[0] | places[1] <= places[2]
+    assert aside.tokens == 3 * 64 and rest.tokens == 400 * len(order) - 3 * 64 * order.count(order[-1])
+
+
+def test_several_sources_are_read_as_one_is(tmp_path, monkeypatch):
+    tokenizer, first = tokenizer_with_bos()
+    (tmp_path / "t.txt").write_text(LONG)
+    taken = []
+
+    def rows():
+        for number in range(10_000):
+            taken.append(number)
+            yield {"text": f"row {number} " * 20}
+
+    fake_datasets(monkeypatch, rows)
+    store = open_tokens(Sources(["hub:owner/name", tmp_path / "t.txt"]), tokenizer, Data(), limit=2000)
+    assert store.begin == (first,) and len(taken) <= 2 * token_cache.DOCUMENTS_AT_ONCE
+
+
+@pytest.mark.parametrize("names", [[], "text.txt"])
+def test_names_of_sources_are_a_list(names):
+    with pytest.raises(ValueError, match="must be a list of at least one text's name"):
+        Sources(names)
+
+
+def test_rows_in_python_may_be_text(tokenizer):
+    store = open_tokens([*ASKED, {"text": "Only text.", "prompt": None}], tokenizer, Data())
+    assert documents(store, tokenizer) == ["Who came? The doctor.", "All.", "Only text."]
+    assert marked(store, tokenizer) == [" The doctor.", "All.", ""]
+    other = [{"prompt": "Who came? The", "completion": " doctor."}, *ASKED[1:]]  # the same text, another answer
+    assert marked(open_tokens(other, tokenizer, Data()), tokenizer) == [" doctor.", "All."]
+
+
+MESSAGES = [{"role": "user", "content": "Who came?"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "data", "message"),
+    [
+        (ASKED[0], Data(join=True), "`data.join` puts the lines .* rows of `prompt` and `completion` are none"),
+        (ASKED[0], Data(field="body"), r"no field 'body' \(it has: prompt, completion\); name it with `data.field`$"),
+        ({"prompt": "alone"}, Data(), r"no field 'text' \(it has: prompt\).*or give `prompt` and `completion`"),
+        ({"prompt": MESSAGES, "completion": "x"}, Data(), "'prompt' holds a list, no text; make text of messages"),
+    ],
+)
+def test_rows_without_an_answer_that_can_be_told_are_refused(row, data, message, tmp_path, tokenizer):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    with pytest.raises(ValueError, match=message):
+        open_tokens(tmp_path / "rows.jsonl", tokenizer, data)
+
+
+def test_a_text_without_a_name_is_not_this_folder(tokenizer):
+    for source in ("", Sources([""])):
+        with pytest.raises(ValueError, match="the name of a text is empty"):
+            open_tokens(source, tokenizer, Data())
+
+
 def test_blocks_of_a_token_file_begin_as_the_tokenizer_begins_a_text(tmp_path):
     tokenizer, first = tokenizer_with_bos()
     write_tokens(tmp_path / "t.npy", open_tokens([[5, 6, 7]], None, Data()))
     assert open_tokens(tmp_path / "t.npy", tokenizer, Data()).begin == (first,)
     assert open_tokens(tmp_path / "t.npy", None, Data()).begin == ()
+    digests = {open_tokens(tmp_path / "t.npy", each, Data()).digest for each in (tokenizer, None)}
+    assert len(digests) == 2  # other blocks, another run
 
 
 @pytest.mark.parametrize(
@@ -175,6 +242,19 @@ def test_answers_stand_beside_their_tokens(begin):
         assert block["answers"].tolist() == (text & (block["input_ids"] % 5 == 0)).tolist()
         assert block["answers"].any()
     assert "answers" not in cut_blocks(store_of(50), 16, packing=False, shortest=4)[0]
+
+
+def test_packing_keeps_an_answer_with_its_prompt():
+    rows = [120] * 9
+    store = store_of(*rows)
+    ends = store.documents[:, 1]
+    asked = dataclasses.replace(store, answers=np.isin(store.ids, store.ids[np.concatenate([ends - 2, ends - 1])]))
+    cut = cut_blocks(asked, 300, packing=True, shortest=10)
+    assert {span for block in cut.spans for span in block} == {*map(tuple, store.documents.tolist())}
+    halved = {span for block in cut_blocks(store, 300, packing=True, shortest=10).spans for span in block}
+    assert len(halved) > 9  # what has no answer is cut
+    longer = dataclasses.replace(store_of(250), answers=np.ones(250, dtype=bool))
+    assert cut_blocks(longer, 100, packing=True, shortest=10).share == 1  # what fits no block is
 
 
 def test_a_repeated_passage_is_no_answer():

@@ -452,6 +452,10 @@ AT_THE_END = [{"input_ids": ids, "completion_mask": torch.arange(100) > 90} for 
 )
 def test_answers_that_no_block_has_are_missed(text, message, tmp_path):
     weighted = recipe(stage(options={"answer_weight": 20.0}), data=Data(held_out=0))
+    short = [{"input_ids": ids, "completion_mask": torch.arange(9) > 7} for ids in tokens(9, 9)]
+    packed = dataclasses.replace(weighted, data=Data(held_out=0, packing=True))
+    with pytest.raises(ValueError, match=rf"leave out rows of fewer than {CONFIG.window + 2} tokens"):
+        run(tmp_path / "packed", packed, text=[*short, *({"input_ids": ids} for ids in tokens(9, 100))])
     with pytest.raises(ValueError, match=rf"`stages\[0\].options.answer_weight` counts answers.*{message}"):
         run(tmp_path / "run", weighted, text=text)
 

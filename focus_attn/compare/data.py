@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from focus_attn.text import TextSplit, default_text
 from focus_attn.training.blocks import Blocks, cut_blocks
 from focus_attn.training.data import BUILTIN, check_vocabulary, open_tokens
 from focus_attn.training.recipe import Data
+from focus_attn.training.token_file import SUFFIX, open_token_file
 from focus_attn.training.token_store import TokenStore
 
 TEST_EVERY = 4  # where one source serves both parts, each fourth document by size is measured on
@@ -114,7 +116,10 @@ def _builtin() -> TextSplit:
 
 
 def _open(source: str, dataset: Dataset, tokenizer: Any) -> TokenStore:
-    store = open_tokens(source, tokenizer, Data(field=dataset.field), limit=TOKENS_ENOUGH)
+    if source.endswith(SUFFIX):
+        store = open_token_file(Path(source).expanduser(), answers=False)
+    else:
+        store = open_tokens(source, tokenizer, Data(field=dataset.field), limit=TOKENS_ENOUGH)
     if not dataset.join:
         return store
     whole = np.array([[store.documents[0, 0], store.documents[-1, 1]]])  # they touch

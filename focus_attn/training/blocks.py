@@ -94,7 +94,7 @@ def cut_blocks(store: TokenStore, length: int, *, packing: bool, shortest: int) 
         end = first + (last - first) // inner * inner
         whole += [[(start, start + inner)] for start in range(first, end, inner)]
         rest.append((end, last))
-    spans = whole + (_pack(rest, length, shortest, len(store.begin)) if packing else [])
+    spans = whole + (_pack(rest, length, shortest, len(store.begin), store.answers) if packing else [])
     if not spans:
         needed = f"the {shortest:,} tokens of a packed piece" if packing else f"one block of {length:,} tokens"
         cure = "give longer documents" if packing else "lower `length`, set `packing: true`"
@@ -105,9 +105,9 @@ def cut_blocks(store: TokenStore, length: int, *, packing: bool, shortest: int) 
     return Blocks(store, length, spans, packing)
 
 
-def _pack(pieces: list[Span], length: int, shortest: int, begin: int) -> list[list[Span]]:
-    """Fill blocks in order. A piece that does not fit is cut if both parts are long enough to teach, else it waits.
-    Each takes `begin` tokens more than it has of its own."""
+def _pack(pieces: list[Span], length: int, shortest: int, begin: int, answers: np.ndarray | None) -> list[list[Span]]:
+    """Fill blocks in order. A piece that does not fit is cut if both parts are long enough to teach and it has no
+    answer, which would stand without its prompt; else it waits. Each takes `begin` tokens more than its own."""
     blocks: list[list[Span]] = []
     block: list[Span] = []
     room = length
@@ -115,7 +115,8 @@ def _pack(pieces: list[Span], length: int, shortest: int, begin: int) -> list[li
         while begin + last - first >= shortest:
             fits = begin + last - first <= room
             cut = last if fits else first + room - begin
-            if not fits and (room < shortest or begin + last - cut < shortest):
+            whole = answers is not None and begin + last - first <= length and bool(answers[first:last].any())
+            if not fits and (whole or room < shortest or begin + last - cut < shortest):
                 blocks.append(block)
                 block, room = [], length
                 continue

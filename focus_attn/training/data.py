@@ -15,10 +15,10 @@ from torch import Tensor
 from focus_attn.evaluation.perplexity import first_token
 from focus_attn.progress import Progress
 from focus_attn.text import default_text
-from focus_attn.training.documents import HUB, dataset_documents, hub_documents, read_documents, text_files
+from focus_attn.training.documents import HUB, dataset_documents, hub_documents, read_documents, text_files, text_of
 from focus_attn.training.recipe import Data
 from focus_attn.training.token_cache import TokenRow, cached_tokens, needed, token_rows
-from focus_attn.training.token_file import COMPLETION_MASK, SUFFIX, read_rows
+from focus_attn.training.token_file import COMPLETION_MASK, SUFFIX, open_token_file, with_answers
 from focus_attn.training.token_store import TokenStore, digest_of, spans
 
 BUILTIN = "builtin"
@@ -30,6 +30,11 @@ class Sources:
 
     names: Sequence[str]
 
+    def __post_init__(self) -> None:
+        if isinstance(self.names, (str, Path)) or not self.names:
+            raise ValueError(f"`names` must be a list of at least one text's name, got {self.names!r}")
+        object.__setattr__(self, "names", tuple(map(str, self.names)))
+
 
 def open_tokens(
     source: Any, tokenizer: Any, data: Data, *, limit: int | None = None, progress: Progress | None = None
@@ -38,16 +43,17 @@ def open_tokens(
 
     Args:
         source: a path, "hub:owner/name[:split[:subset]]", "builtin", `Sources` of such names, a list of texts, a
-            `datasets.Dataset`, or ids: a tensor ([tokens], or one document a row), a list of ids, a list of such lists,
-            or a dataset or a list of rows with `input_ids` and perhaps `completion_mask`, as TRL has them: which of a
-            document's tokens are answers. Ids are taken as they are: only blocks of text, and of token files, begin
-            with what the tokenizer begins a text with.
+            `datasets.Dataset`, or ids: a tensor ([tokens], or one document a row), a list of ids or of such lists.
+            Rows, of a dataset or a list, have text, `prompt` and `completion`, or `input_ids` and perhaps
+            `completion_mask`, as TRL has them: which of a document's tokens are answers. Ids are taken as they are:
+            only blocks of text, and of token files, begin with what the tokenizer begins a text with.
         limit: stop reading a hub dataset after about this many tokens.
     """
     if isinstance(source, (str, Path)):
         return _from_name(str(source), tokenizer, data, limit, progress)
     if isinstance(source, Sources):
-        return _together([_from_name(name, tokenizer, data, limit, progress) for name in source.names])
+        opened = {name: _from_name(name, tokenizer, data, limit, progress) for name in dict.fromkeys(source.names)}
+        return _together(opened, source.names)
     if hasattr(source, "column_names"):
         return _from_dataset(source, tokenizer, data, limit, progress)
     if isinstance(source, (Tensor, np.ndarray)):
@@ -58,16 +64,21 @@ def open_tokens(
         return _in_memory(list(rows[None] if rows.dim() == 1 else rows))
     if not isinstance(source, Sequence):
         raise TypeError(
-            f"cannot train on a {type(source).__name__}: give a path, 'hub:owner/name', a list of texts or of ids, a "
-            "tensor of ids, or a datasets.Dataset"
+            f"cannot train on a {type(source).__name__}: give a path, 'hub:owner/name', `Sources` of such names, a "
+            "list of texts, of rows or of ids, a tensor of ids, or a datasets.Dataset"
         )
     if not len(source):
         raise ValueError("there is nothing to train on: the list is empty")
     if isinstance(source[0], str):
         digest = digest_of(text.encode() for text in source)
         return cached_tokens("texts given in Python", digest, source, tokenizer, None, progress)
-    if isinstance(source[0], Mapping):
+    if isinstance(source[0], Mapping) and "input_ids" in source[0]:
         return _from_rows(source)
+    if isinstance(source[0], Mapping):
+        texts = [text_of(row, data.field, f"row {number}") for number, row in enumerate(source)]
+        begins = (str(getattr(text, "begins", None)) for text in texts)
+        digest = digest_of(part.encode() for pair in zip(texts, begins, strict=True) for part in pair)
+        return cached_tokens("rows given in Python", digest, texts, tokenizer, None, progress)
     if isinstance(source[0], int):
         source = [source]
     return _in_memory([torch.as_tensor(row) for row in source])
@@ -92,6 +103,8 @@ def check_vocabulary(store: TokenStore, tokenizer: Any, vocabulary: int) -> None
 
 def _from_name(name: str, tokenizer: Any, data: Data, limit: int | None, progress: Progress | None) -> TokenStore:
     joined = [b"joined"] if data.join else []
+    if not name:
+        raise ValueError("the name of a text is empty: give a file, a folder, or hub:owner/name")
     if name == BUILTIN:
         documents = default_text().train
         return cached_tokens(name, digest_of(text.encode() for text in documents), documents, tokenizer, None, progress)
@@ -102,8 +115,9 @@ def _from_name(name: str, tokenizer: Any, data: Data, limit: int | None, progres
         )
     path = Path(name).expanduser()
     if path.suffix == SUFFIX:
-        begin = () if tokenizer is None else tuple(first_token(tokenizer))
-        return dataclasses.replace(_from_rows(read_rows(path)), name=path.name, begin=begin)
+        store, begin = open_token_file(path), () if tokenizer is None else tuple(first_token(tokenizer))
+        digest = digest_of([store.digest.encode(), str(begin).encode()]) if begin else store.digest
+        return dataclasses.replace(store, digest=digest, begin=begin)
     contents = (part for file in text_files(path) for part in (file.suffix.encode(), *_parts(file)))
     digest = digest_of([data.field.encode(), *contents, *joined])
     return cached_tokens(str(path), digest, read_documents(path, data.field, data.join), tokenizer, None, progress)
@@ -147,11 +161,7 @@ def _from_rows(rows: Iterable[Any]) -> TokenStore:
                 f"`{COMPLETION_MASK}` of row {number} must have a number for each of its {ids[-1].numel():,} ids, it "
                 f"has {masks[-1].numel():,}"
             )
-    store = _in_memory(ids)
-    answers = torch.cat(masks).numpy()
-    if not answers.any():
-        return store
-    return dataclasses.replace(store, digest=digest_of([store.digest.encode(), answers.tobytes()]), answers=answers)
+    return with_answers(_in_memory(ids), torch.cat(masks).numpy())
 
 
 def _up_to(limit: int | None, rows: Iterable[TokenRow]) -> Iterator[TokenRow]:
@@ -163,20 +173,20 @@ def _up_to(limit: int | None, rows: Iterable[TokenRow]) -> Iterator[TokenRow]:
             return
 
 
-def _together(stores: Sequence[TokenStore]) -> TokenStore:
-    if len(stores) == 1:
-        return stores[0]
-    first = np.cumsum([0, *(len(store.ids) for store in stores)])
-    documents = [store.documents + start for store, start in zip(stores, first[:-1], strict=True)]
+def _together(stores: Mapping[str, TokenStore], names: Sequence[str]) -> TokenStore:
+    """One store of several, each as often as it is named; the ids of one that is named twice stand there once."""
+    if len(names) == 1:
+        return stores[names[0]]
+    each = list(stores.values())
+    starts = dict(zip(stores, np.cumsum([0, *(len(store.ids) for store in each)]).tolist(), strict=False))
+    documents = np.concatenate([stores[name].documents + starts[name] for name in names])
     answers = None
-    if any(store.answers is not None for store in stores):
-        unmarked = (np.zeros(len(store.ids), dtype=bool) for store in stores)
-        answers = np.concatenate(
-            [none if store.answers is None else store.answers for store, none in zip(stores, unmarked, strict=True)]
-        )
-    digest, name = digest_of(store.digest.encode() for store in stores), ", ".join(store.name for store in stores)
-    ids = np.concatenate([store.ids for store in stores])
-    return TokenStore(ids, np.concatenate(documents), digest, name, stores[0].begin, answers)
+    if any(store.answers is not None for store in each):
+        none = (np.zeros(len(store.ids), dtype=bool) for store in each)
+        answers = np.concatenate([next(none) if store.answers is None else store.answers for store in each])
+    digest, name = digest_of(stores[name].digest.encode() for name in names), ", ".join(stores[n].name for n in names)
+    ids = np.concatenate([store.ids for store in each])
+    return TokenStore(ids, documents, digest, name, each[0].begin, answers)
 
 
 def _in_memory(rows: list[Tensor]) -> TokenStore:

@@ -5,7 +5,7 @@ A row of JSONL or of a dataset has a field of text, or `prompt` and `completion`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,9 @@ def text_files(path: Path) -> list[Path]:
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
         if not files:
-            raise ValueError(f"no {', '.join(SUFFIXES)} file below the folder {str(path)!r}")
+            raise ValueError(
+                f"no {', '.join(SUFFIXES)} file below the folder {str(path)!r} (token files, .npy, are named singly)"
+            )
         return files
     if not path.is_file():
         raise ValueError(
@@ -53,14 +55,14 @@ def text_files(path: Path) -> list[Path]:
             f"{HUB}owner/name, and text itself is given as a list of documents)"
         )
     if path.suffix not in SUFFIXES:
-        raise ValueError(f"{str(path)!r} is not one of the kinds that can be read: {', '.join(SUFFIXES)}")
+        raise ValueError(f"{str(path)!r} is not one of the kinds that can be read: {', '.join(SUFFIXES)}, .npy")
     return [path]
 
 
 def _jsonl(file: Path, field: str) -> Iterator[str]:
     with file.open(encoding="utf-8") as lines:
         for where, record in json_records(lines, file):
-            yield _field(record, field, where)
+            yield text_of(record, field, where)
 
 
 def _documents(rows: Iterable[str], join: bool) -> Iterator[str]:
@@ -72,6 +74,11 @@ def _documents(rows: Iterable[str], join: bool) -> Iterator[str]:
     lines: list[str] = []
     size = 0
     for row in rows:
+        if isinstance(row, Answered):
+            raise ValueError(
+                f"`data.join` puts the lines of one text together, and rows of `{PROMPT}` and `{COMPLETION}` are none: "
+                "leave it out, and set `data.packing: true` where they are short"
+            )
         lines.append(row if row.endswith("\n") else f"{row}\n")
         size += len(lines[-1])
         if size >= JOINED_CHARACTERS:
@@ -80,19 +87,25 @@ def _documents(rows: Iterable[str], join: bool) -> Iterator[str]:
     yield "".join(lines)
 
 
-def _field(record: Any, field: str, where: str) -> str:
-    if isinstance(record, dict) and isinstance(record.get(field), str):
-        return record[field]
-    if not isinstance(record, dict):
+def text_of(record: Any, field: str, where: str) -> str:
+    """The text of a row, or its prompt and completion where it has none and no field is asked for."""
+    if not isinstance(record, Mapping):
         raise ValueError(f"{where} is a {type(record).__name__}: a document is an object with a field {field!r}")
-    if field in record:
-        raise ValueError(f"{where}: the field {field!r} holds a {type(record[field]).__name__}, no text")
-    if PROMPT in record and COMPLETION in record:
-        return Answered(_field(record, PROMPT, where), _field(record, COMPLETION, where))
-    raise ValueError(
-        f"{where} has no field {field!r} (it has: {', '.join(record)}); name it with `data.field`, or give `{PROMPT}` "
-        f"and `{COMPLETION}`"
-    )
+    if record.get(field) is not None:
+        return _text(record, field, where)
+    if field == Data.field and record.get(PROMPT) is not None and record.get(COMPLETION) is not None:
+        return Answered(_text(record, PROMPT, where), _text(record, COMPLETION, where))
+    otherwise = f", or give `{PROMPT}` and `{COMPLETION}`" if field == Data.field else ""
+    has = ", ".join(name for name in record if record[name] is not None)
+    raise ValueError(f"{where} has no field {field!r} (it has: {has}); name it with `data.field`{otherwise}")
+
+
+def _text(record: Mapping[str, Any], field: str, where: str) -> str:
+    text = record[field]
+    if not isinstance(text, str):
+        messages = "; make text of messages first (`tokenizer.apply_chat_template`)" if isinstance(text, list) else ""
+        raise ValueError(f"{where}: the field {field!r} holds a {type(text).__name__}, no text{messages}")
+    return text
 
 
 def hub_documents(name: str, data: Data) -> Iterator[str]:
@@ -115,7 +128,7 @@ def dataset_documents(name: str, load: Callable[[], Iterable[Any]], data: Data) 
     def rows() -> Iterator[str]:
         nonlocal read
         for row in load():
-            yield _field(row, data.field, name)
+            yield text_of(row, data.field, name)
             read += 1
 
     try:

@@ -106,8 +106,9 @@ def train(
     Args:
         model: a causal LM, which gets Focus as `recipe.focus` says, or a FocusModel. It is moved to the device and to
             the recipe's precision, and carries Focus afterwards (`result.model`), unless the call fails.
-        text_or_dataset: a path, "hub:owner/name", a list of texts, a `datasets.Dataset`, or token ids: a tensor, a
-            list, a list of lists, or of rows with `input_ids` and `completion_mask`.
+        text_or_dataset: a path (a token file's, too), "hub:owner/name", `Sources` of such names, a list of texts, a
+            `datasets.Dataset`, rows of `prompt` and `completion`, or token ids: a tensor, a list, a list of lists, or
+            of rows with `input_ids` and `completion_mask`.
         tokenizer: the model's own; not needed for token ids, except by strange passages.
         output: the folder for the adapter, the checkpoints, the log (log.jsonl, TensorBoard) and the record (run.json).
         resume: go on from the last checkpoint in `output`; False removes what is there and starts anew.

@@ -60,9 +60,15 @@ def check_answers(recipe: Recipe, stages: Sequence[Blocks]) -> None:
                 f"{where}, and {name} marks none: give rows of `prompt` and `completion`, or of `input_ids` and "
                 "`completion_mask`, or leave it out"
             )
+        assert recipe.focus is not None
+        mend = (
+            f"packed blocks leave out rows of fewer than {recipe.focus.window + 2:,} tokens (`window` and two more): "
+            "give longer ones"
+            if recipe.data.packing
+            else "what fills no block is dropped, so set `data.packing: true`, or give rows of whole blocks"
+        )
         raise ValueError(
-            f"{where}, and none of those that {name} marks is in a block of {blocks.length:,} tokens: what fills no "
-            "block is dropped, so join rows to documents of whole blocks, or set `data.packing: true`"
+            f"{where}, and none of those that {name} marks is in a block of {blocks.length:,} tokens: {mend}"
         )
 
 

@@ -6,14 +6,14 @@ where there are answers, a bit for each token: whether it is one's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from focus_attn.training.token_store import TokenStore
+from focus_attn.training.token_store import TokenStore, digest_of, spans
 
 SUFFIX = ".npy"
 COMPLETION_MASK = "completion_mask"  # TRL's name for the column
@@ -32,39 +32,61 @@ def write_tokens(path: Path, store: TokenStore) -> None:
         np.save(_answers_file(path), np.packbits(marked))
 
 
-def read_tokens(path: Path) -> list[Tensor]:
-    """The documents of a token file; without lengths beside it, one."""
+def open_token_file(path: Path, *, answers: bool = True) -> TokenStore:
+    """The documents of a token file; without lengths beside it, one.
+
+    answers: False leaves out which tokens are answers, for what only measures.
+    """
     if not path.is_file():
-        raise ValueError(f"no token file {str(path)!r}: `focus compare RECIPE --write-tokens FOLDER` makes them")
-    ids = np.load(path, mmap_mode="r")
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise ValueError(
+            f"no token file {str(path)!r}: `focus compare RECIPE --write-tokens FOLDER` writes such files, or "
+            "numpy.save of ids"
+        )
+    ids = _load(path, "integers")
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
         raise ValueError(f"{str(path)!r} must hold one row of whole numbers, it has {ids.dtype} {list(ids.shape)}")
+    if ids.min() < 0:
+        raise ValueError(f"token ids start at 0, {str(path)!r} has {ids.min()}")
     lengths_file = _lengths_file(path)
-    lengths = np.load(lengths_file) if lengths_file.is_file() else np.array([len(ids)])
+    lengths = _load(lengths_file, "integers") if lengths_file.is_file() else np.array([len(ids)])
     if lengths.sum() != len(ids):
         raise ValueError(f"the lengths in {lengths_file.name} add up to {lengths.sum():,}, the ids are {len(ids):,}")
-    return [torch.from_numpy(part.astype(np.int64)) for part in np.split(ids, np.cumsum(lengths)[:-1])]
+    offsets = np.cumsum([0, *lengths.tolist()])
+    digest = digest_of([ids.astype(np.int64).tobytes(), offsets.tobytes()])
+    store = TokenStore(ids, spans(offsets), digest, path.name)
+    marked = _marks(path, len(ids)) if answers and _answers_file(path).is_file() else None
+    return store if marked is None else with_answers(store, marked)
 
 
-def read_answers(path: Path, lengths: Sequence[int]) -> list[Tensor] | None:
-    """Which tokens of a token file's documents, of these lengths, are answers; None without a file that says it."""
+def with_answers(store: TokenStore, answers: np.ndarray) -> TokenStore:
+    """answers: [tokens] bool."""
+    if not answers.any():
+        return store
+    return dataclasses.replace(store, digest=digest_of([store.digest.encode(), answers.tobytes()]), answers=answers)
+
+
+def read_tokens(path: Path) -> list[Tensor]:
+    """The documents of a token file as ids."""
+    store = open_token_file(path, answers=False)
+    return [torch.from_numpy(store.ids[first:last].astype(np.int64)) for first, last in store.documents.tolist()]
+
+
+def _marks(path: Path, tokens: int) -> np.ndarray:
     file = _answers_file(path)
-    if not file.is_file():
-        return None
-    tokens, bits = sum(lengths), np.load(file)
+    bits = _load(file, "bits")
     if bits.dtype != np.uint8 or len(bits) != -(-tokens // 8):
-        raise ValueError(f"{file.name} is not of {path.name}, which has {tokens:,} tokens: it must hold a bit for each")
-    return list(torch.from_numpy(np.unpackbits(bits, count=tokens).astype(bool)).split(list(lengths)))
+        raise ValueError(
+            f"{file.name} is not of {path.name}, which has {tokens:,} tokens: it must hold a bit for each, as "
+            "numpy.packbits puts them together"
+        )
+    return np.unpackbits(bits, count=tokens).astype(bool)
 
 
-def read_rows(path: Path) -> list[dict[str, Tensor]]:
-    """The documents as rows to train on: their ids, and which of these are answers where the file says it."""
-    documents = read_tokens(path)
-    answers = read_answers(path, [*map(len, documents)])
-    if answers is None:
-        return [{"input_ids": document} for document in documents]
-    pairs = zip(documents, answers, strict=True)
-    return [{"input_ids": document, COMPLETION_MASK: mask} for document, mask in pairs]
+def _load(file: Path, what: str) -> np.ndarray:
+    try:
+        return np.load(file, mmap_mode="r")
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{str(file)!r} does not hold {what} as numpy.save writes them ({error})") from None
 
 
 def _lengths_file(path: Path) -> Path:
@@ -72,4 +94,4 @@ def _lengths_file(path: Path) -> Path:
 
 
 def _answers_file(path: Path) -> Path:
-    return path.with_name(f"{path.stem}_{COMPLETION_MASK}.npy")  # a bit for each token
+    return path.with_name(f"{path.stem}_{COMPLETION_MASK}.npy")

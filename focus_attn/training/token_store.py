@@ -15,7 +15,7 @@ class TokenStore:
     """Token ids of documents."""
 
     ids: np.ndarray  # [tokens], perhaps on disk
-    documents: np.ndarray  # [documents, 2]: each is ids[first:last]
+    documents: np.ndarray  # [documents, 2]: each is ids[first:last]; one that counts twice stands twice
     digest: str
     name: str
     begin: tuple[int, ...] = ()  # what every block cut from it begins with: <bos> where the tokenizer has one
@@ -36,15 +36,20 @@ class TokenStore:
 
     def split_off(self, length: int, blocks: int) -> tuple[TokenStore, TokenStore]:
         """What is left, and up to this many blocks of `length` tokens from the ends of the last documents that have
-        one: at most a quarter of those that there are. Of such a document only what still makes a block is left."""
+        one: at most a quarter of those that there are. Of such a document, however often it stands here, only what
+        still makes a block is left."""
         length -= len(self.begin)
-        blocks = min(blocks, int((self._lengths // length).sum()) // 4)
-        left, taken = [], []
+        once = np.unique(self.documents, axis=0)
+        blocks = min(blocks, int(((once[:, 1] - once[:, 0]) // length).sum()) // 4)
+        left, taken, cuts = [], [], dict[tuple[int, int], int]()
         for first, last in self.documents[::-1].tolist():
-            cut = last - length * min((last - first) // length, blocks)
-            blocks -= (last - cut) // length
-            if cut < last:
-                taken.append((cut, last))
+            if (first, last) not in cuts:
+                cut = last - length * min((last - first) // length, blocks)
+                blocks -= (last - cut) // length
+                if cut < last:
+                    taken.append((cut, last))
+                cuts[first, last] = cut
+            cut = cuts[first, last]
             if cut == last or cut - first >= length:
                 left.append((first, cut))
         parts = (np.array(part[::-1], dtype=np.int64).reshape(-1, 2) for part in (left, taken))
