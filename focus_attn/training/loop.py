@@ -283,7 +283,7 @@ def _introduce(run: Run, store: TokenStore, stages: list[Blocks]) -> None:
             f"{stage.length:,} tokens, {epochs:.2g} times over {len(blocks):,} blocks ({blocks.share:.0%} of the text)"
         )
         if stage.step_options().answer_weight and store.answers is not None:
-            run.say(f"  {blocks.answers:,} tokens of answers in them, of {store.answers.sum():,}")
+            run.say(f"  {blocks.answers:,} tokens of answers in them, of {store.answer_tokens:,}")
         run.say(f"  {estimate_memory(run.model, run.recipe, stage, run.device, world_size())}")
     if run.recipe.evaluate_every and not len(run.held_out):
         run.say("the text is too short to hold a block back: nothing is evaluated on the fly")

@@ -26,6 +26,12 @@ class TokenStore:
         return int(self._lengths.sum())
 
     @property
+    def answer_tokens(self) -> int:
+        """Tokens of the documents that are answers."""
+        marked = self.answers
+        return 0 if marked is None else sum(int(marked[first:last].sum()) for first, last in self.documents.tolist())
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest document."""
         return int(self._lengths.max())
