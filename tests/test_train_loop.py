@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -429,7 +428,7 @@ def test_a_run_counts_answers(tmp_path):
     weighted = stage(objective="lm+distill", options={**quiet, "answer_weight": 20.0})
     lines: list[str] = []
     result = run(tmp_path / "run", recipe(weighted), text=rows, log=lines.append)
-    assert any(re.search(r"tokens of answers in them, of 288", line) for line in lines)
+    assert "  205 tokens of answers in them, of 261" in lines  # 27 more are in what is held out
     plain = run(tmp_path / "plain", recipe(dataclasses.replace(weighted, options=quiet)), text=rows)
     assert any(not torch.equal(one, routers(plain)[name]) for name, one in routers(result).items())
     # however a step is cut into forwards, some of which have no answer
