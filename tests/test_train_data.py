@@ -132,6 +132,9 @@ def test_several_sources_are_one_text(tmp_path, tokenizer):
     assert documents(store, tokenizer) == [LONG, "Who came? The doctor.", "Who came? The doctor.", LONG]
     assert marked(store, tokenizer) == ["", " The doctor.", " The doctor.", ""]
     assert store.answer_tokens == 2 * len(" The doctor.")
+    other_way = open_tokens(Sources([names[1], names[0], names[2]]), tokenizer, Data())
+    assert marked(other_way, tokenizer) == [" The doctor.", "", " The doctor."]
+    assert len(other_way.answers) == len(other_way.ids)
     assert open_tokens(Sources([names[1]] * 3), tokenizer, Data()).answer_tokens == 3 * asked.answer_tokens > 0
     assert store.name == f"{names[0]}, {names[1]}, asked.npy, {names[0]}"
     one, twice = (open_tokens(Sources([names[0]] * times), tokenizer, Data()) for times in (1, 2))

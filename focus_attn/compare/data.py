@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from focus_attn.compare.recipe import Dataset
@@ -82,10 +81,7 @@ class Texts:
         """What routers are trained on: the documents, or blocks of `length` where each has a beginning of its own."""
         if self.begin:
             return list(self.train_blocks(length, self.train.tokens // length))
-        return [
-            torch.from_numpy(np.asarray(self.train.ids[first:last]).astype(np.int64))
-            for first, last in self.train.documents.tolist()
-        ]
+        return self.train.tensors()
 
 
 def _cut(store: TokenStore, length: int) -> Blocks:

@@ -58,10 +58,7 @@ class Blocks:
     @cached_property
     def answers(self) -> int:
         """How many of the tokens in blocks are marked as answers."""
-        marked = self.store.answers
-        return (
-            0 if marked is None else sum(int(marked[first:last].sum()) for spans in self.spans for first, last in spans)
-        )
+        return self.store.answers_in(span for spans in self.spans for span in spans)
 
     def rows(self, count: int) -> Tensor:
         """The ids of up to `count` blocks, evenly spread, that are one document's, [n, T]."""

@@ -18,8 +18,8 @@ from focus_attn.text import default_text
 from focus_attn.training.documents import HUB, dataset_documents, hub_documents, read_documents, text_files, text_of
 from focus_attn.training.recipe import Data
 from focus_attn.training.token_cache import TokenRow, cached_tokens, needed, token_rows
-from focus_attn.training.token_file import COMPLETION_MASK, SUFFIX, open_token_file, with_answers
-from focus_attn.training.token_store import TokenStore, digest_of, spans
+from focus_attn.training.token_file import COMPLETION_MASK, SUFFIX, open_token_file
+from focus_attn.training.token_store import TokenStore, digest_of, store_of_ids
 
 BUILTIN = "builtin"
 
@@ -161,7 +161,7 @@ def _from_rows(rows: Iterable[Any]) -> TokenStore:
                 f"`{COMPLETION_MASK}` of row {number} must have a number for each of its {ids[-1].numel():,} ids, it "
                 f"has {masks[-1].numel():,}"
             )
-    return with_answers(_in_memory(ids), torch.cat(masks).numpy())
+    return _in_memory(ids).with_answers(torch.cat(masks).numpy())
 
 
 def _up_to(limit: int | None, rows: Iterable[TokenRow]) -> Iterator[TokenRow]:
@@ -182,8 +182,8 @@ def _together(stores: Mapping[str, TokenStore], names: Sequence[str]) -> TokenSt
     documents = np.concatenate([stores[name].documents + starts[name] for name in names])
     answers = None
     if any(store.answers is not None for store in each):
-        none = (np.zeros(len(store.ids), dtype=bool) for store in each)
-        answers = np.concatenate([next(none) if store.answers is None else store.answers for store in each])
+        marks = (np.zeros(len(store.ids), dtype=bool) if store.answers is None else store.answers for store in each)
+        answers = np.concatenate([*marks])
     digest, name = digest_of(stores[name].digest.encode() for name in names), ", ".join(stores[n].name for n in names)
     ids = np.concatenate([store.ids for store in each])
     return TokenStore(ids, documents, digest, name, each[0].begin, answers)
@@ -198,6 +198,4 @@ def _in_memory(rows: list[Tensor]) -> TokenStore:
     ids = torch.cat([row.to(torch.int64).cpu() for row in rows]).numpy()
     if ids.min() < 0:
         raise ValueError(f"token ids start at 0, got {ids.min()}")
-    offsets = np.cumsum([0, *(row.numel() for row in rows)])
-    digest = digest_of([ids.tobytes(), offsets.tobytes()])
-    return TokenStore(ids, spans(offsets), digest, "token ids given in Python")
+    return store_of_ids(ids, [row.numel() for row in rows], "token ids given in Python")

@@ -6,14 +6,12 @@ where there are answers, a bit for each token: whether it is one's.
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from focus_attn.training.token_store import TokenStore, digest_of, spans
+from focus_attn.training.token_store import TokenStore, store_of_ids
 
 SUFFIX = ".npy"
 COMPLETION_MASK = "completion_mask"  # TRL's name for the column
@@ -51,24 +49,15 @@ def open_token_file(path: Path, *, answers: bool = True) -> TokenStore:
     lengths = _load(lengths_file, "integers") if lengths_file.is_file() else np.array([len(ids)])
     if lengths.sum() != len(ids):
         raise ValueError(f"the lengths in {lengths_file.name} add up to {lengths.sum():,}, the ids are {len(ids):,}")
-    offsets = np.cumsum([0, *lengths.tolist()])
-    digest = digest_of([ids.astype(np.int64).tobytes(), offsets.tobytes()])
-    store = TokenStore(ids, spans(offsets), digest, path.name)
-    marked = _marks(path, len(ids)) if answers and _answers_file(path).is_file() else None
-    return store if marked is None else with_answers(store, marked)
-
-
-def with_answers(store: TokenStore, answers: np.ndarray) -> TokenStore:
-    """answers: [tokens] bool."""
-    if not answers.any():
+    store = store_of_ids(ids, lengths.tolist(), path.name)
+    if not answers or not _answers_file(path).is_file():
         return store
-    return dataclasses.replace(store, digest=digest_of([store.digest.encode(), answers.tobytes()]), answers=answers)
+    return store.with_answers(_marks(path, len(ids)))
 
 
 def read_tokens(path: Path) -> list[Tensor]:
     """The documents of a token file as ids."""
-    store = open_token_file(path, answers=False)
-    return [torch.from_numpy(store.ids[first:last].astype(np.int64)) for first, last in store.documents.tolist()]
+    return open_token_file(path, answers=False).tensors()
 
 
 def _marks(path: Path, tokens: int) -> np.ndarray:

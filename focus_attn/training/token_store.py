@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,23 @@ class TokenStore:
     @property
     def answer_tokens(self) -> int:
         """Tokens of the documents that are answers."""
+        return self.answers_in(self.documents.tolist())
+
+    def answers_in(self, places: Iterable[Sequence[int]]) -> int:
+        """How many tokens of these spans are answers."""
         marked = self.answers
-        return 0 if marked is None else sum(int(marked[first:last].sum()) for first, last in self.documents.tolist())
+        return 0 if marked is None else sum(int(marked[first:last].sum()) for first, last in places)
+
+    def with_answers(self, answers: np.ndarray) -> TokenStore:
+        """answers: [tokens] bool; where none is, nothing changes."""
+        if not answers.any():
+            return self
+        return dataclasses.replace(self, digest=digest_of([self.digest.encode(), answers.tobytes()]), answers=answers)
+
+    def tensors(self) -> list[Tensor]:
+        """The documents' ids."""
+        spans = self.documents.tolist()
+        return [torch.from_numpy(np.asarray(self.ids[first:last]).astype(np.int64)) for first, last in spans]
 
     @property
     def longest(self) -> int:
@@ -61,6 +78,12 @@ class TokenStore:
         parts = (np.array(part[::-1], dtype=np.int64).reshape(-1, 2) for part in (left, taken))
         rest, aside = (dataclasses.replace(self, documents=part) for part in parts)
         return rest, aside
+
+
+def store_of_ids(ids: np.ndarray, lengths: Iterable[int], name: str) -> TokenStore:
+    """Documents of these lengths, end to end. What type the ids have does not show in the digest."""
+    offsets = np.cumsum([0, *lengths])
+    return TokenStore(ids, spans(offsets), digest_of([ids.astype(np.int64).tobytes(), offsets.tobytes()]), name)
 
 
 def spans(offsets: np.ndarray) -> np.ndarray:
