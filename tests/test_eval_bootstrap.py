@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from focus_attn.evaluation.bootstrap import (
+    Interval,
     errors_above,
     mean_interval,
     paired_difference,
@@ -132,3 +133,11 @@ def test_items_that_share_their_luck_are_not_so_many():
     independent = normal(960, seed=4)
     assert standard_error(independent) <= standard_error(independent, labels) < 2 * standard_error(independent)
     assert errors_above(luck + 0.2, 0.0) > 2 > errors_above(luck + 0.2, 0.0, labels)
+
+
+def test_means_of_the_same_scores_that_differ_by_rounding_are_equal():
+    rounded = (0.1 + 0.2 + 0.3) / 3 - (0.3 + 0.2 + 0.1) / 3
+    assert rounded != 0.0
+    for high in (rounded, -rounded):
+        assert Interval(-0.02, -0.04, high, 100).contains(0.0)
+    assert not Interval(-0.02, -0.04, -1e-4, 100).contains(0.0)

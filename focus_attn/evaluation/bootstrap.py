@@ -19,6 +19,7 @@ from torch import Tensor
 RESAMPLES = 1000
 LEVEL = 0.95
 FEWEST_ITEMS = 6  # of fewer, all lie on one side by chance alone more often than an interval is wrong
+ROUNDING = 1e-12  # two means of the same scores, added up in floating point, can differ by less than this
 FEWEST_TOGETHER = 8  # bundles of items: from fewer they are drawn too, and the wider interval counts
 
 Values = Sequence[float] | Tensor  # one for each item
@@ -38,7 +39,7 @@ class Interval:
     drawn_together: int | None = None  # bundles of items that were drawn from; None: items were
 
     def contains(self, value: float) -> bool:
-        return self.low <= value <= self.high
+        return self.low - ROUNDING <= value <= self.high + ROUNDING
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
