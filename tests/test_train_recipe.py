@@ -22,7 +22,7 @@ def test_shipped_recipes_are_whole(path, tmp_path):
 
 def test_what_is_shipped():
     names = {path.stem for path in RECIPES}
-    of_k8 = {"k8", "k8_without_repeats", "k8_dense_heads", "k8_nine_heads", "k8_facts", "k8_distill"}
+    of_k8 = {"k8", "k8_without_repeats", "k8_dense_heads", "k8_nine_heads", "k8_facts", "k8_answers", "k8_distill"}
     assert names == of_k8 | set("k16 k32_top2 two_phase from_scratch paper quick_cpu gemma3_270m".split())
 
 
