@@ -7,6 +7,7 @@ Of a task whose answers are generated, what the base model wrote (its file in th
 read again token by token, with Focus and without, up to the last string that was asked for; items where it found none
 are left out. Greedy decoding leaves such an answer at the first token that is not the likeliest: there it is said how
 likely it was by each. Where even the base model gives it little, an adapter has little to change for another answer.
+How far the two are apart over the whole answer is the divergence of Focus's predictions from the base model's.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from focus_attn.evaluation.score_file import read_scores
 class Read(NamedTuple):
     """What a model makes of an answer's tokens."""
 
-    probabilities: Tensor  # [tokens]
+    log_probabilities: Tensor  # [tokens, vocabulary]
+    probabilities: Tensor  # [tokens], of the answer's own
     likeliest: Tensor  # [tokens], ids
 
     @classmethod
@@ -39,8 +41,16 @@ class Read(NamedTuple):
         device = model.get_input_embeddings().weight.device  # type: ignore
         ids = torch.tensor([context + answer], device=device)
         logits = model(input_ids=ids, logits_to_keep=len(answer) + 1).logits[0, :-1].float()
-        at = torch.arange(len(answer), device=device)
-        return cls(logits.softmax(-1)[at, ids[0, -len(answer) :]], logits.argmax(-1))
+        predicted = logits.log_softmax(-1)
+        own = predicted.gather(-1, ids[0, -len(answer) :, None]).squeeze(-1)
+        return cls(predicted, own.exp(), predicted.argmax(-1))
+
+    def divergence(self, other: Read) -> float:
+        """Of the other's predictions from these, KL, nats a token."""
+        apart = torch.nn.functional.kl_div(
+            other.log_probabilities, self.log_probabilities, log_target=True, reduction="none"
+        )
+        return apart.sum(-1).mean().item()
 
 
 def parting(answer: list[int], read: Read) -> int | None:
@@ -58,6 +68,7 @@ def compare(model: FocusModel, context: list[int], answer: list[int], tokenizer:
         "tokens": [tokenizer.decode([token]) for token in answer],
         "base": [round(p, 4) for p in base.probabilities.tolist()],
         "focus": [round(p, 4) for p in focus.probabilities.tolist()],
+        "divergence": round(base.divergence(focus), 5),
         "base_parts_at": parting(answer, base),  # other kernels or another precision than wrote it
         "focus_parts_at": parts,
     }
@@ -90,8 +101,8 @@ def main() -> None:
     items = [item for item in requests.items if item.task == options.task and item.kind == "generate"]
     if not items:
         parser.error(f"no generated answers of {options.task!r} in {str(options.requests)!r}")
-    about, scores = read_scores(options.scores)
-    if about.get("requests") != requests.digest:
+    written, scores = read_scores(options.scores)
+    if written.get("requests") != requests.digest:
         parser.error(f"{str(options.scores)!r} answers other requests than {str(options.requests)!r}")
     items = [item for item in items if item.key in scores]
     answers = {item.key: up_to_the_last(item.answer["strings"], scores[item.key]["text"], 1) for item in items}
@@ -107,7 +118,10 @@ def main() -> None:
         one = {"item": item.item, **compare(model, [*requests.whole_context(item)], [*answer], tokenizer)}
         found.append(one)
         print(f"{item.item}: {told(one)}", flush=True)
-        write_json(options.json, {"adapter": Path(options.adapter).name, "asked": len(items), "items": found})
+        divergence = sum(one["divergence"] for one in found) / len(found)
+        about = {"adapter": Path(options.adapter).name, "asked": len(items), "divergence": round(divergence, 5)}
+        write_json(options.json, {**about, "items": found})
+    print(f"divergence from the base model's predictions of its answers: {divergence:.4f} nats a token")
 
 
 if __name__ == "__main__":

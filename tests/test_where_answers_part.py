@@ -45,13 +45,20 @@ def test_what_focus_writes_agrees_up_to_the_token_that_is_named():
         logits = model(torch.tensor([CONTEXT + answer[:at]]), use_cache=False).logits[0, -1]
     assert found["focus"][at] == pytest.approx(logits.softmax(-1)[answer[at]].item(), abs=1e-4)
     assert found["base"][at] > found["focus"][at] - 1e-4
+    with torch.no_grad():
+        both = torch.tensor([CONTEXT + answer])
+        focus = model(both, use_cache=False).logits[0, len(CONTEXT) - 1 : -1].log_softmax(-1)
+        with model.disable_focus():
+            base = model(both, use_cache=False).logits[0, len(CONTEXT) - 1 : -1].log_softmax(-1)
+    assert found["divergence"] == pytest.approx((base.exp() * (base - focus)).sum(-1).mean().item(), abs=2e-5) != 0.0
 
 
 def test_one_group_writes_what_the_base_model_writes():
     model, tokenizer = focused(num_groups=1)
     with model.disable_focus():
         answer = written(model, CONTEXT)
-    assert parts.compare(model, CONTEXT, answer, tokenizer)["focus_parts_at"] is None
+    found = parts.compare(model, CONTEXT, answer, tokenizer)
+    assert found["focus_parts_at"] is None and found["divergence"] == pytest.approx(0.0, abs=1e-5)
 
 
 def test_an_answer_ends_with_the_last_string_that_was_asked_for():
