@@ -21,11 +21,11 @@ import torch
 from adapter_figures import blocks
 
 from focus_attn import FocusModel
+from focus_attn.adapters import adapter_digest
 from focus_attn.bench.options import read_device
 from focus_attn.bench.record import write_json
 from focus_attn.compare.models import load_model
 from focus_attn.evaluation import perplexity_ratio, token_blocks
-from focus_attn.evaluation.models import adapter_digest
 from focus_attn.evaluation.perplexity import token_losses
 from focus_attn.text import read_text
 from focus_attn.training.balance import routed_layers

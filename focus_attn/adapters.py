@@ -193,6 +193,12 @@ def check_own_base(source: str | os.PathLike[str], model: nn.Module) -> None:
         raise ValueError(f"this adapter was trained together with its model: use the one in {str(own)!r} (--model)")
 
 
+def adapter_digest(folder: Path) -> str:
+    """What tells one saved adapter from another: the adapter itself, not what a run wrote beside it."""
+    files = (folder / CONFIG_FILE, folder / WEIGHTS_FILE)
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
 def digest_of_tensors(adapter: Adapter) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(adapter.tensors.items()):

@@ -34,7 +34,7 @@ def stream(
         model.generate(**inputs, max_new_tokens=max_new_tokens, streamer=streamer, **sampling)
 
 
-def load(model_name: str | None, adapter: str | None, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
+def load(model_name: str | None, adapter: str | Path | None, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
     """The model, with the adapter on it if there is one, and its tokenizer.
 
     dtype: of the weights, by default that of the model. To cast a loaded model would round its buffers too, and rotary

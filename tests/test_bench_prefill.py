@@ -9,6 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 from focus_attn import FocusConfig, get_focus_model
+from focus_attn.adapters import adapter_digest
 from focus_attn.bench.prefill import prefill_rows, time_prefill
 from focus_attn.bench.prefill_model import load_for_prefill
 from focus_attn.cli import app
@@ -38,6 +39,7 @@ def test_the_command_prints_and_writes_everything(saved, tmp_path):
     assert plot.read_bytes()[:4] == b"\x89PNG"
     results = json.loads(json_file.read_text())
     assert results["config"]["num_groups"] == 4 and "adapter" in results["setting"]
+    assert results["adapter_digest"] == adapter_digest(saved / "adapter")
     assert [row["length"] for row in results["rows"]] == [64, 128]
     for row in results["rows"]:
         assert row["speedup"] == pytest.approx(row["dense_ms"] / row["focus_ms"], rel=1e-2)
@@ -47,9 +49,10 @@ def test_the_command_prints_and_writes_everything(saved, tmp_path):
 
 def test_without_an_adapter_it_says_that_the_routers_are_random(saved):
     arguments = ["--model", str(saved / "model"), "--lengths", "64", "--dtype", "fp32", "--device", "cpu"]
-    result = run(app, ["bench", "prefill", *arguments])
+    result = run(app, ["bench", "prefill", *arguments, "--json", str(saved / "random.json")])
     assert result.exit_code == 0, result.output
     assert "random routers" in " ".join(result.output.split())
+    assert json.loads((saved / "random.json").read_text())["adapter_digest"] is None
 
 
 def test_dense_runs_without_focus(monkeypatch):

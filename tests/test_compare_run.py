@@ -10,6 +10,7 @@ import torch
 from tiny import tiny_model, tokens
 
 from focus_attn import FocusConfig, get_focus_model
+from focus_attn.adapters import adapter_digest
 from focus_attn.baselines import grouped, make_baseline
 from focus_attn.baselines.budget import own_share
 from focus_attn.baselines.focus_cost import focus_ledger
@@ -290,7 +291,10 @@ def test_a_loss_that_is_no_number_is_a_row_that_says_so(tmp_path, monkeypatch):
 def test_adapters_are_measured_as_they_are(tmp_path, outcome, rows):
     folder = next(folder for folder in (outcome[0] / "trained").iterdir() if folder.is_dir())
     comparison = dataclasses.replace(COMPARISON, methods=(Method(name="saved", adapter=f"{folder},{folder}"),))
-    found = {(row.name, row.place.length): row for row in make_rows(run(comparison, settings(tmp_path)).cells)}
+    cells = run(comparison, settings(tmp_path)).cells
+    digests = [cell["adapter_digest"] for cell in (*outcome[1].cells, *cells) if cell["adapter_digest"] is not None]
+    assert digests == [adapter_digest(folder)] * 4  # two seeds, two lengths
+    found = {(row.name, row.place.length): row for row in make_rows(cells)}
     assert found["saved", 96].ppl == pytest.approx(rows["Focus", 96].ppl)
     assert found["saved", 96].seeds == 2
     assert found["saved", 96].trained_parameters == rows["Focus", 96].trained_parameters

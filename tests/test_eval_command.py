@@ -13,8 +13,9 @@ from tiny import save_tiny_default
 from typer.testing import CliRunner
 
 from focus_attn import FocusConfig, get_focus_model
+from focus_attn.adapters import adapter_digest
 from focus_attn.cli import app
-from focus_attn.evaluation.models import adapter_digest, load_compared, short_names
+from focus_attn.evaluation.models import load_compared, short_names
 from focus_attn.evaluation.requests import Item, Requests, Task
 from focus_attn.evaluation.run import score_model, sum_up
 from focus_attn.evaluation.summary import Cell, by_position, kept_of_base, summarise

@@ -14,6 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from focus_attn import FocusConfig, get_focus_model
+from focus_attn.adapters import adapter_digest
 from focus_attn.cli import app
 from focus_attn.report.measure import describe
 from focus_attn.report.page import render_page
@@ -64,6 +65,7 @@ def test_numbers_are_written_and_printed(made, numbers):
         assert len(text["coverage"]["layers"]) == len(text["groups"]) == 2
         assert len(text["coverage"]["by_block"]) == text["coverage"]["blocks"] == 2
     assert numbers["run"]["command"] and numbers["config"]["num_groups"] == 6
+    assert numbers["adapter_digest"] == adapter_digest(made[1] / "adapter")
     assert [layer["layer_idx"] for layer in numbers["domains"]] == [0, 1]
 
 

@@ -7,11 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from focus_attn.adapters import adapter_digest
 from focus_attn.evaluation import token_blocks
 from focus_attn.generation import load
 from focus_attn.hf import text_config
 from focus_attn.model import FocusModel, get_focus_model
 from focus_attn.text import default_text
+from focus_attn.zoo import find_adapter
 
 DEFAULT_LENGTHS = {"cuda": (4096, 8192, 16384, 32768, 65536), "cpu": (1024, 2048, 4096)}
 MOST_TEXT = 16384  # tokens: longer lengths repeat it
@@ -21,12 +23,14 @@ class Loaded(NamedTuple):
     model: FocusModel
     token_ids: Tensor  # [N]
     title: str
+    adapter_digest: str | None  # None: random routers
 
 
 def load_for_prefill(
     name: str | None, adapter: str | None, dtype: torch.dtype, device: torch.device, longest: int
 ) -> Loaded:
-    base, tokenizer = load(name, adapter, dtype)
+    folder = None if adapter is None else find_adapter(adapter)
+    base, tokenizer = load(name, folder, dtype)
     model = base if isinstance(base, FocusModel) else get_focus_model(base)
     model = model.to(device).eval()
     with model.disable_focus():
@@ -42,7 +46,7 @@ def load_for_prefill(
         f"Focus with {routers}, K = {focus.num_groups}, query_k {focus.query_top_k}, "
         f"key_k {focus.key_top_k}, window {focus.window}, {focus.num_sinks} sinks"
     )
-    return Loaded(model, token_ids, title)
+    return Loaded(model, token_ids, title, None if folder is None else adapter_digest(folder))
 
 
 def _check_positions(config: object, longest: int) -> None:

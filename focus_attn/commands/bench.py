@@ -137,7 +137,12 @@ def prefill(
     loaded = load_for_prefill(model, adapter, read_dtype(dtype, place), place, max(wanted))
     console, rows = make_console(), []
     console.print(loaded.title, markup=False)
-    results: dict[str, Any] = {"setting": loaded.title, "config": loaded.model.focus_config.to_dict(), "rows": []}
+    results: dict[str, Any] = {
+        "setting": loaded.title,
+        "adapter_digest": loaded.adapter_digest,
+        "config": loaded.model.focus_config.to_dict(),
+        "rows": [],
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a length below the window is what is being measured
         timed = prefill_rows(

@@ -82,23 +82,25 @@ def _read(source: Path) -> dict[str, Any]:
 def _measure(
     console: Any, adapter: str, texts: list[Path], model_name: str | None, sizes: Any, device: str | None
 ) -> dict[str, Any]:
+    from focus_attn.adapters import adapter_digest
     from focus_attn.bench.options import read_device, read_dtype
     from focus_attn.generation import load
     from focus_attn.report.measure import measure
     from focus_attn.report.terminal import StageBars
     from focus_attn.text import default_text, read_text
-    from focus_attn.zoo import load_default_model
+    from focus_attn.zoo import find_adapter, load_default_model
 
-    place = read_device(device)
+    place, folder = read_device(device), find_adapter(adapter)
     documents = [(path.name, read_text(path)) for path in texts]
     if not documents:
         default = default_text()
         documents = [(default.name, default.held_out)]
     if model_name is None:
-        model, tokenizer = load_default_model(adapter, read_dtype("auto", place), place)
+        model, tokenizer = load_default_model(folder, read_dtype("auto", place), place)
     else:
-        model, tokenizer = load(model_name, adapter)
+        model, tokenizer = load(model_name, folder)
         model.to(place)
     with StageBars(console) as bars:
         measured = measure(model, tokenizer, documents, sizes, bars)
-    return {"adapter": Path(adapter).name, "device": str(place), **measured}
+    named = {"adapter": Path(adapter).name, "adapter_digest": adapter_digest(folder)}
+    return {**named, "device": str(place), **measured}

@@ -253,6 +253,7 @@ class _Model:
             "kind": kind_of(method),
             "focus": method.is_focus,
             "dtype": str(self.settings.dtype).removeprefix("torch."),
+            "adapter_digest": subject.adapter_digest,
             "trained_parameters": subject.trained_parameters,
             "training": subject.training,
             "budget": self._budget(method, place),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from focus_attn.adapters import CONFIG_FILE
+from focus_attn.adapters import CONFIG_FILE, adapter_digest
 from focus_attn.baselines.seam import Baseline, use_baseline
 from focus_attn.compare.data import Texts
 from focus_attn.compare.peer import make_peer
@@ -59,6 +59,7 @@ class Subject:
     trained_parameters: int = 0
     training: dict[str, Any] = field(default_factory=dict)  # what it took
     peer: Baseline | None = None  # what its weights were trained under, centroids and all
+    adapter_digest: str | None = None  # of a saved adapter
     failed: str | None = None  # why there is nothing to measure
 
 
@@ -85,8 +86,9 @@ class Workshop:
             return self._train_focus(method, seed)
         if method.adapter is not None:
             base = copy.deepcopy(self.model)
-            focus = FocusModel.from_pretrained(base, find_adapter(method.adapters[seed]), changes=method.serve)
-            return Subject(focus, focus.get_nb_trainable_parameters()[0])
+            folder = find_adapter(method.adapters[seed])
+            focus = FocusModel.from_pretrained(base, folder, changes=method.serve)
+            return Subject(focus, focus.get_nb_trainable_parameters()[0], adapter_digest=adapter_digest(folder))
         return Subject(self.model)
 
     @property

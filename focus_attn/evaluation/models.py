@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 
-from focus_attn.adapters import CONFIG_FILE, WEIGHTS_FILE
+from focus_attn.adapters import adapter_digest
 from focus_attn.evaluation.summary import BASE
 from focus_attn.generation import load
 from focus_attn.model import FocusModel
@@ -78,9 +77,3 @@ def short_names(folders: Sequence[Path]) -> list[str]:
             name += "+"
         names.append(name)
     return names
-
-
-def adapter_digest(folder: Path) -> str:
-    """What tells one adapter from another: the adapter itself, not what a run wrote beside it."""
-    files = (folder / CONFIG_FILE, folder / WEIGHTS_FILE)
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
