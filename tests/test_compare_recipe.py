@@ -1,5 +1,6 @@
 """Comparisons as data: every recipe reads, its quick form too, and what is wrong is answered with how to mend it."""
 
+import dataclasses
 import re
 
 import pytest
@@ -160,6 +161,8 @@ def test_adapters_take_the_place_of_training():
     assert methods[1].adapters == ("one", "two")
     assert methods[1].focus is None
     assert comparison.seeds_of(methods[1]) == (0, 1)
+    later = dataclasses.replace(comparison, seeds=(1, 2))  # what is not trained is no other for another seed
+    assert {later.seeds_of(method) for method in later.methods} == {(0,), (1, 2)}
     with pytest.raises(ValueError, match="ROW=FOLDER"):
         with_adapters(comparison, ["MoBA=one"])
 

@@ -21,7 +21,7 @@ from focus_attn.compare.bench import bench_cells
 from focus_attn.compare.measure import measure
 from focus_attn.compare.runner import Settings
 from focus_attn.compare.runner import run as run_comparison
-from focus_attn.compare.store import FILE, CellStore, read_cells
+from focus_attn.compare.store import FILE, CellStore, read_run
 from focus_attn.compare.subject import OutOfTimeError, Workshop, digest, identity_of, plain
 from focus_attn.compare.table import make_rows
 from focus_attn.compare.timing import layer_calls, time_attention
@@ -124,7 +124,7 @@ def test_tuning_trains_what_it_says(rows):
 
 
 def test_cells_carry_their_run_and_their_blocks(outcome):
-    cells = read_cells(outcome[0] / FILE)
+    cells = read_run(outcome[0] / FILE)[0]
     assert len(cells) == 2 * len(COMPARISON.methods)
     cell = next(cell for cell in cells if cell["row"] == "Focus")
     assert {"commit", "torch", "command"} <= cell["run"].keys()
@@ -153,9 +153,9 @@ def test_a_line_that_was_cut_short_is_measured_again(tmp_path):
     assert "a" in cut
     assert "b" not in cut
     cut.put("b", {"row": "two"})
-    assert [cell["row"] for cell in read_cells(tmp_path / FILE)] == ["one", "two"]
+    assert [cell["row"] for cell in read_run(tmp_path / FILE)[0]] == ["one", "two"]
     with pytest.raises(ValueError, match="no such file"):
-        read_cells(tmp_path / "none.jsonl")
+        read_run(tmp_path / "none.jsonl")
 
 
 def test_a_renamed_row_is_not_measured_again(outcome, monkeypatch):
@@ -208,7 +208,7 @@ def test_it_stops_in_the_middle_of_a_cell(tmp_path, monkeypatch):
         done.clear()
         (tmp_path / folder).mkdir()
         stopped = run(short, settings(tmp_path / folder, seconds=1000.0, progress=progress))
-        assert len(read_cells(tmp_path / folder / FILE)) == len(stopped.cells) == 1
+        assert len(read_run(tmp_path / folder / FILE)[0]) == len(stopped.cells) == 1
         assert stopped.stopped == "stopped after the 1000 s given: the same command goes on"
         assert set(done) == blocks
 
@@ -227,7 +227,7 @@ def test_a_row_that_needs_too_much_memory_holds_nobody_up(tmp_path, monkeypatch)
     outcome = run(short, settings(tmp_path))
     assert {cell["row"] for cell in outcome.cells} == {first.name}
     assert f"out of memory: {second.name}" in outcome.stopped
-    assert {cell["row"] for cell in read_cells(tmp_path / FILE)} == {first.name}  # it is no result
+    assert {cell["row"] for cell in read_run(tmp_path / FILE)[0]} == {first.name}  # it is no result
 
 
 def test_training_that_is_stopped_goes_on(tmp_path, monkeypatch):
@@ -410,11 +410,11 @@ def test_a_tuned_peer_is_served_as_it_was_trained(tmp_path, monkeypatch):
 
 
 def test_a_cell_measured_again_is_not_another_seed(outcome, tmp_path):
-    cells = read_cells(outcome[0] / FILE)
+    cells = read_run(outcome[0] / FILE)[0]
     with (tmp_path / FILE).open("w") as file:
         for one in (*cells, {**cells[0], "key": "other settings"}):
             file.write(json.dumps(one) + "\n")
-    again = read_cells(tmp_path / FILE)
+    again = read_run(tmp_path / FILE)[0]
     assert len(again) == len(cells)
     assert again[0]["key"] == "other settings"
 
@@ -462,4 +462,4 @@ def test_blocks_know_their_documents(tmp_path):
 def test_what_holds_no_cells_is_not_shown(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"loss": 3}\n')
     with pytest.raises(ValueError, match="is not a file of cells"):
-        read_cells(tmp_path / "log.jsonl")
+        read_run(tmp_path / "log.jsonl")

@@ -79,6 +79,14 @@ def test_first_among_those_that_cost_no_more():
     assert by_cost.startswith("Focus comes before the best of the 1 peer")
     assert "at about the same multiply-adds or less" in by_cost and "20.0% against 20.0% of the mult" in by_cost
     assert "at about the same time or less" in by_time and "1 against 1 ms a layer" in by_time
+    assert "cheaper" not in by_cost + by_time
+
+
+def test_a_rival_that_costs_less_is_called_so():
+    cells = [FULL, cell("Focus", above(0.1), focus=True), cell("window", above(0.2), cost=0.18, ms=0.99)]
+    by_cost, by_time = verdicts(make_rows(cells), AT)
+    assert by_cost.endswith("20.0% against 18.0% of the multiply-adds: window is the cheaper one.")
+    assert by_time.endswith("1 against 0.99 ms a layer.")
 
 
 def test_where_focus_is_not_first_it_says_so():

@@ -23,7 +23,9 @@ def test_shipped_recipes_are_whole(path, tmp_path):
 def test_what_is_shipped():
     names = {path.stem for path in RECIPES}
     of_k8 = {"k8", "k8_without_repeats", "k8_dense_heads", "k8_nine_heads", "k8_facts", "k8_answers", "k8_distill"}
-    assert names == of_k8 | set("k16 k32_top2 two_phase from_scratch paper quick_cpu gemma3_270m".split())
+    assert names == of_k8 | set(
+        "k16 k32_top2 two_phase from_scratch from_scratch_k4 paper quick_cpu gemma3_270m".split()
+    )
 
 
 def test_a_recipe_survives_its_dict_and_numbers_without_a_dot(tmp_path):

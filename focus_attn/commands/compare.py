@@ -30,6 +30,7 @@ def compare(
     blocks: Annotated[int | None, typer.Option(min=1, help="Blocks to measure on.")] = None,
     lengths: Annotated[str | None, typer.Option(help="As in 2048,8K.")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="How many, of rows that are trained.")] = None,
+    seed: Annotated[list[int] | None, typer.Option(min=0, help="This one alone, beside those measured before.")] = None,
     requests: Annotated[Path | None, typer.Option(help="Benchmarks, from `focus eval --write-requests`.")] = None,
     seconds: Annotated[float | None, typer.Option(min=1.0, help="Stop then; the same command goes on.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of finished cells; default: runs/compare/<name>.")] = None,
@@ -37,7 +38,10 @@ def compare(
     plot: Annotated[Path | None, typer.Option("--plot", help="Quality over cost: .png or .svg.")] = None,
     dtype: Dtype = "auto",
     device: Device = None,
-    show: Annotated[Path | None, typer.Option(help="Run nothing: show this cells.jsonl of another run.")] = None,
+    show: Annotated[
+        list[Path] | None,
+        typer.Option(help="Run nothing: put together these cells.jsonl, or .json of --json, the newest last."),
+    ] = None,
     write_tokens: Annotated[
         Path | None, typer.Option(help="Write the texts as token files into this folder and stop.")
     ] = None,
@@ -53,8 +57,7 @@ def compare(
     from focus_attn.compare.changes import with_adapters, with_data, with_only
     from focus_attn.compare.quick import quick as quick_form
     from focus_attn.compare.recipe import Comparison, find_recipe
-    from focus_attn.compare.runner import Outcome, Settings, run
-    from focus_attn.compare.store import read_cells
+    from focus_attn.compare.runner import Settings, put_together, run
     from focus_attn.compare.table import make_rows, place_of, places, verdicts
     from focus_attn.compare.terminal import Bars, print_outcome
     from focus_attn.evaluation.requests import Requests
@@ -64,8 +67,10 @@ def compare(
     changes: dict[str, Any] = {}
     if model:
         changes["models"] = tuple(model)
-    if seeds is not None:
-        changes["seeds"] = tuple(range(seeds))
+    if seeds is not None and seed:
+        raise ValueError("--seeds says how many, --seed which: give one of them")
+    if seeds is not None or seed:
+        changes["seeds"] = tuple(seed or range(seeds or 0))
     if adapter:
         comparison = dataclasses.replace(comparison, methods=with_adapters(comparison, adapter))
     if only:
@@ -84,8 +89,13 @@ def compare(
     def log(line: str) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    if show is not None:
-        outcome = Outcome(read_cells(show))
+    if show:
+        outcome = put_together(show)
+        if not comparison.tasks:
+            outcome.tasks = []
+        if only:
+            names = {method.name for method in comparison.methods}
+            outcome.cells = [cell for cell in outcome.cells if cell["row"] in names]
     else:
         place = read_device("cpu" if quick else device)
         with Bars(console) as bars:

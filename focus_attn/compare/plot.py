@@ -15,6 +15,7 @@ from focus_attn.report.plots import DENSE, FOCUS, STYLE
 MARKERS = {"skips": "o", "selects": "s", "dense": "D"}
 COLORS = {"skips": "#d97706", "selects": "#059669", "dense": DENSE}
 CURVES = (FOCUS, "#d97706", "#059669", "#9333ea", "#dc2626", "#0891b2")
+LINES = ("-", "--", ":")  # of each round through the colours
 # Shares of a panel.
 MARGIN, SIDE_MARGIN, NAME_HEIGHT, LETTER_WIDTH, POINT_WIDTH = 0.1, 1 / 7, 0.035, 0.0115, 0.02
 OFF_THE_SCALE = 1.5  # times the base's perplexity: such rows are named at the upper edge
@@ -47,11 +48,13 @@ def plot_curves(cells: Sequence[dict[str, Any]], title: str, path: Path) -> None
     curves = {(cell["row"], cell["seed"]): cell["training"]["curve"] for cell in cells if cell["training"].get("curve")}
     names = list(dict.fromkeys(name for name, _ in curves))
     with _figure(title, path, 7.0) as figure:
-        axes = figure.subplots()
-        for (name, seed), curve in curves.items():
+        axes, labelled = figure.subplots(), set()
+        for (name, _), curve in curves.items():
             steps, shares = ([point[key] for point in curve] for key in ("step", "dominance"))
-            color = CURVES[names.index(name) % len(CURVES)]
-            axes.plot(steps, shares, color=color, label=name if seed == 0 else None)
+            round_, color = divmod(names.index(name), len(CURVES))
+            style = {"color": CURVES[color], "linestyle": LINES[round_ % len(LINES)]}
+            axes.plot(steps, shares, **style, label=name if name not in labelled else None)
+            labelled.add(name)
         axes.set_ylim(0, 1)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
         axes.set_xlabel("steps")

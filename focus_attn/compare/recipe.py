@@ -185,7 +185,7 @@ class Comparison:
     def seeds_of(self, method: Method) -> tuple[int, ...]:
         if method.adapter is not None:
             return tuple(range(len(method.adapters)))
-        return self.seeds if method.is_trained else self.seeds[:1]
+        return self.seeds if method.is_trained else (0,)
 
     def train_set(self, method: Method) -> str:
         return method.train_on or self.train_on or next(iter(self.data))

@@ -39,12 +39,14 @@ compared across the columns, only what a method does to its own base model.
 - "over full" is the ratio to the same model with full attention, with a 95 % interval by 1,000 paired resamples of the
   documents, each with all its blocks (WikiText is one document, and Gemma's table 7 and Python's documentation do not
   say whose their blocks are: of the blocks alone there, which makes narrower intervals). Where rows were trained with
-  several seeds, the range of the seeds stands beside the mean.
+  several seeds, the range of the seeds stands beside the mean; where the recipe asks for more seeds than were trained,
+  a line under the table says so. An interval of one seed is of the text alone: another seed may lie outside it.
 - Multiply-adds are a share of full causal attention, selection and routers included. Times are of one layer's attention
   as implemented here, called eagerly: most peers are plain PyTorch under a mask, so multiply-adds are fairer to them.
   Where a table's rows were measured on several days, their times differ by the machine and the kernels of the day too,
   and by the layers that were timed (four of them up to 2026-11-17, eight since): sentences on time set rows of one day
   side by side.
+- "Largest group" is the share of the keys in it, mean over routers. Queries may crowd more than keys do.
 - `focus compare NAME --quick` tries any of them in about a minute on a CPU, with a tiny random model.
 """
 
@@ -89,7 +91,10 @@ def section(name: str, comparison: Comparison, found: Mapping[str, Any], results
     if not cells and not speeds:
         yield f"Ours: {NOT_RUN}.\n"
     for place in places(rows):
-        yield from place_table(rows, place, comparison.stepwise)
+        yield from place_table(comparison, rows, place)
+    for plot in sorted((results / "compare").glob(f"{name}*.png")):
+        if plot.stem == name or plot.stem.startswith(f"{name}-"):
+            yield f"![{comparison.title}](../results/compare/{plot.name})\n"
     for model, tasks in found.get("tasks", []):
         yield from task_table(model, tasks)
     if comparison.tasks and not found.get("tasks"):
@@ -134,17 +139,18 @@ def our_figure(
     return f"{_ppl(here[0])}{_over(here[0])}"
 
 
-def place_table(rows: Sequence[Row], place: Place, stepwise: bool) -> Iterator[str]:
+def place_table(comparison: Comparison, rows: Sequence[Row], place: Place) -> Iterator[str]:
     yield f"{place.model}, {place.data}, blocks of {place.length:,} tokens:\n"
     yield _line(
         "method", "perplexity", "over full [95 %]", "pairs", "multiply-adds", "ms a layer", "largest group", "trained"
     )
     yield _line("---", *["--:"] * 7)
-    for kind, block in blocks_of(rows, place, stepwise).items():
+    for kind, block in blocks_of(rows, place, comparison.stepwise).items():
         yield _line(f"*{BLOCKS[kind]}*", *[""] * 7)
         for row in block:
             yield _line(*_cells(row))
     yield ""
+    yield from _still_missing(comparison, [row for row in rows if row.place == place])
     for sentence in verdicts(rows, place):
         yield f"- {sentence}"
     for row in rows:
@@ -153,9 +159,29 @@ def place_table(rows: Sequence[Row], place: Place, stepwise: bool) -> Iterator[s
     yield ""
 
 
+def _still_missing(comparison: Comparison, here: Sequence[Row]) -> Iterator[str]:
+    """What the recipe asks for and nobody has measured: whole rows, and seeds of those that are trained."""
+    measured = {row.name: row.seeds for row in here}
+    failed = {row.name for row in here if row.failed}
+    wanted = {method.name: len(comparison.seeds_of(method)) for method in comparison.methods}
+    if rows := [name for name in wanted if name not in measured]:
+        yield f"- {NOT_RUN[0].upper()}{NOT_RUN[1:]}: {', '.join(rows)}."
+    fewer: dict[str, list[str]] = {}
+    for name, seeds in measured.items():
+        if name not in failed and seeds < wanted.get(name, 0):
+            fewer.setdefault(f"{seeds} of {wanted[name]} seeds", []).append(name)
+    trained = {name for name, seeds in wanted.items() if seeds > 1 and name in measured} - failed
+    for how_many, names in fewer.items():
+        yield f"- {how_many}: {'every row that is trained' if set(names) == trained else ', '.join(names)}."
+
+
 def task_table(model: str, tasks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     names = list(tasks[0]["models"])
-    yield f"{model}, benchmarks, and the difference to the base model [95 %] (of perplexities the ratio, with an x):\n"
+    seeds = "" if any(", seed " in name for name in names) else " One seed of each row that is trained."
+    yield (
+        f"{model}, benchmarks, and the difference to the base model [95 %] (of perplexities the ratio, with an x)."
+        f"{seeds}\n"
+    )
     yield _line("task", "n", *names)
     yield _line("---", *["--:"] * (1 + len(names)))
     for task in tasks:
@@ -171,10 +197,17 @@ def not_run_table(name: str, comparison: Comparison) -> Iterator[str]:
     yield _line("model", "command", "estimated cost")
     yield _line("---", "---", "---")
     for entry in comparison.not_run:
-        cost = estimate(comparison, float(entry["parameters"]), float(entry["tokens"]) if "tokens" in entry else None)
         command = entry.get("command", f"focus compare {name} --model {entry['model']} --device cuda")
-        yield _line(entry["model"], f"`{command}`", str(cost))
+        yield _line(entry["model"], f"`{command}`", _cost(entry, comparison))
     yield ""
+
+
+def _cost(entry: Mapping[str, Any], comparison: Comparison) -> str:
+    """In words where it is not this comparison that would be run, else by what its rows train and measure."""
+    if "cost" in entry:
+        return str(entry["cost"])
+    asked = Comparison.from_yaml(find_recipe(entry["like"])) if "like" in entry else comparison
+    return str(estimate(asked, float(entry["parameters"]), float(entry["tokens"]) if "tokens" in entry else None))
 
 
 def speedups(cells: Sequence[Cell], results: Path) -> dict[str, str]:

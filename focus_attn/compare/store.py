@@ -40,11 +40,20 @@ class CellStore:
             os.fsync(file.fileno())
 
 
-def read_cells(path: Path) -> list[Cell]:
-    """The cells of a file, in the order they were measured; of a cell measured again, the last."""
+def read_run(path: Path) -> tuple[list[Cell], list[dict[str, Any]]]:
+    """The cells that a run keeps as it goes, or of what `--json` wrote, with its benchmarks' rows.
+
+    In the order they were measured; of a cell measured again, the last.
+    """
     if not path.is_file():
         raise ValueError(f"no such file: {str(path)!r} (a run keeps its cells in {FILE} of its --out folder)")
-    return latest(_read_lines(path))
+    if path.suffix != ".json":
+        return latest(_read_lines(path)), []
+    try:
+        written = json.loads(path.read_text(encoding="utf-8"))
+        return latest(written["cells"]), list(written["tasks"])
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{str(path)!r} is not what `focus compare --json` wrote: it has no cells") from None
 
 
 def latest(cells: Iterable[Cell]) -> list[Cell]:

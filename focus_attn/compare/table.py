@@ -14,7 +14,7 @@ BLOCKS = {
     "selects": "scores every key first",
     "dense": "keeps every pair",
 }
-SAME_COST = 1.05  # a rival may cost this many times as much and still be ranked
+SAME_COST = 1.05  # a rival may cost this many times as much and still be ranked; one that costs less by it is cheaper
 COSTS = (  # what is counted, the row's field, ours and theirs in words
     ("multiply-adds", "multiply_adds", "{:.1%} against {:.1%} of the multiply-adds"),
     ("time", "ms", "{:.3g} against {:.3g} ms a layer"),
@@ -105,7 +105,10 @@ def verdicts(rows: Sequence[Row], place: Place) -> list[str]:
                 rivals = [row for row in rivals if row.day == focus.day]
             if rivals:
                 best = min(rivals, key=lambda row: row.ppl or 0.0)
-                sentences.append(_verdict(focus, best, len(rivals), what, both.format(limit, getattr(best, cost))))
+                costs = both.format(limit, getattr(best, cost))
+                if getattr(best, cost) * SAME_COST < limit:
+                    costs += f": {best.name} is the cheaper one"
+                sentences.append(_verdict(focus, best, len(rivals), what, costs))
     return sentences
 
 
