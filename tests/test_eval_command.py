@@ -19,6 +19,7 @@ from focus_attn.evaluation.models import load_compared, short_names
 from focus_attn.evaluation.requests import Item, Requests, Task
 from focus_attn.evaluation.run import score_model, sum_up
 from focus_attn.evaluation.summary import Cell, by_position, kept_of_base, summarise
+from focus_attn.text import default_text
 from focus_attn.zoo import tiny_random_model
 
 LM_EVAL = importlib.util.find_spec("lm_eval") is not None
@@ -83,6 +84,22 @@ def test_base_and_adapters_beside_each_other(saved, tmp_path):
     assert first["against_base"]["k4"]["estimate"] == pytest.approx(1, abs=1e-5)  # inside the window
     assert {(cell["length"], cell["depth"]) for cell in written["cells"]} == {(900, 0.0), (900, 1.0)}
     assert set(written["retrieval_kept"]["needle"]) == {"k4", "k2"}
+
+
+def test_as_a_newcomer_types_it(tmp_path, monkeypatch):
+    """The line of the README: the embedded model, a shipped adapter, a text file; blocks are shorter."""
+    text, numbers = tmp_path / "book.txt", tmp_path / "e.json"
+    text.write_text("\n\n".join(default_text().held_out)[:12_000], encoding="utf-8")
+    monkeypatch.chdir(tmp_path)  # where the scores go, too
+    result = run("--adapter", "k8", "--text", text, "--length", 512, "--blocks", 2, "--json", numbers)
+    assert result.exit_code == 0, result.output
+    assert "k8 against base" in result.output and "scores: runs/" in result.output
+    written = json.loads(numbers.read_text())
+    assert list(written["models"]) == ["base", "k8"]
+    row = next(row for row in written["rows"] if row["metric"] == "perplexity")
+    assert row["models"]["base"]["estimate"] < 40 and row["verdict"]["k8"] == "too few items to tell"
+    assert 0.9 < row["against_base"]["k8"]["estimate"] < 1.2
+    assert 0.4 < row["pairs_kept"]["k8"] < 0.8  # at so few tokens the window alone is nearly half
 
 
 def test_requests_written_here_are_scored_there_and_summed_up_anywhere(saved, tmp_path, monkeypatch):
