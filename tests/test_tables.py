@@ -1,0 +1,73 @@
+"""benchmarks/tables.py: several comparisons side by side, and what they measured put together with what there was."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import tables
+
+RECIPE = """
+name: {name}
+models: [tiny]
+window: 8
+timing: false
+data: {{prose: {{lengths: [64], blocks: 2}}}}
+training:
+  start: {{how: random}}
+  stages: [{{steps: 1, length: 64, sequences: 1, micro_batch: 1, warmup: 0}}]
+methods:
+  - {{name: ours, focus: {{num_groups: 4, window: 8, num_sinks: 1}}}}
+"""
+
+
+def run(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["tables.py", *map(str, arguments)])
+    tables.main()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "text.txt").write_text("The whale is white, and the sea is wide. " * 400)
+    for name in ("one", "two", "three"):
+        (tmp_path / f"{name}.yaml").write_text(RECIPE.format(name=name))
+    return tmp_path
+
+
+def test_another_seed_joins_what_was_measured_before(folder, monkeypatch, capsys):
+    common = ["--text", "prose=text.txt", "--device", "cpu"]
+    run(monkeypatch, "one.yaml+two.yaml", *common, "--at-once", 2, "--out", "first", "--seed", 0)
+    assert capsys.readouterr().out == "one: 2 cells; whole\ntwo: 2 cells; whole\n"
+    trained = [path for path in (folder / "first" / "one+two" / "trained").iterdir() if path.is_dir()]
+    assert len(trained) == 1  # by both
+    shutil.copy(folder / "first" / "one.json", folder / "kept" / "one.json")
+    run(monkeypatch, "one.yaml", *common, "--out", "second", "--into", "kept", "--seed", 1)
+    rows = {row["name"]: row for row in json.loads((folder / "kept" / "one.json").read_text())["rows"]}
+    assert rows["ours"]["seeds"] == 2 and rows["full attention"]["seeds"] == 1
+    assert rows["ours"]["lowest"] < rows["ours"]["highest"]
+
+
+def test_what_was_not_begun_is_said(folder, monkeypatch, capsys):
+    run(monkeypatch, "three.yaml", "--seconds", 0.5, "--into", "kept")
+    assert capsys.readouterr().out == "three: not begun\n"
+    assert not list((folder / "kept").iterdir())
+    with pytest.raises(ValueError, match="no comparison 'table0'"):
+        run(monkeypatch, "table0")
+
+
+def test_a_text_goes_where_it_belongs(folder, monkeypatch, capsys):
+    assert tables.texts_for("table10", ["wikitext.test=a", "books.test=b", "c"]) == ["books.test=b", "c"]
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "table10", "--text", "wikitext.test=a")
+    assert "--text wikitext.test=a: none of these comparisons has such a dataset" in capsys.readouterr().err
+
+
+def test_one_that_fails_points_to_its_log(folder, monkeypatch, capsys):
+    run(monkeypatch, "one.yaml", "--text", "prose=absent.txt", "--out", "failed")
+    assert capsys.readouterr().out == "one: nothing: see its log\n"
+    assert "absent.txt" in (folder / "failed" / "one.log").read_text()
