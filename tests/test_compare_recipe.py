@@ -150,7 +150,8 @@ def test_texts_are_changed_on_the_command_line():
 def test_only_some_rows_and_what_they_need():
     comparison = Comparison.from_yaml(find_recipe("peers"))
     names = [method.name for method in with_only(comparison, ["MoBA"])]
-    assert names == [BASE, "Focus, K=8", "MoBA", "MoBA + sinks"]
+    costs = ["Focus, K=8", "Focus, K=8, as shipped"]  # what those are to cost
+    assert names == [BASE, *costs, "MoBA", "MoBA + sinks", "MoBA + sinks (cost of k8)"]
     with pytest.raises(ValueError, match="no row is called so"):
         with_only(comparison, ["Reformer"])
 
