@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from tiny import SPARSE, VOCAB, tiny_model, tokens
+from tiny import SPARSE, VOCAB, tiny_model, tokenizer_with_bos, tokens
 
 from focus_attn import FocusConfig, get_focus_model
 from focus_attn.baselines import RandomGroups, window_and_sinks
@@ -18,6 +18,7 @@ from focus_attn.evaluation import (
     top_tokens,
 )
 from focus_attn.evaluation import perplexity as function
+from focus_attn.evaluation.perplexity import blocks_of_documents
 from focus_attn.visibility import Pattern, Tokens, count_causal_pairs, count_visible_pairs
 from focus_attn.zoo import tiny_random_model
 
@@ -128,3 +129,13 @@ def test_group_shares_and_top_tokens_count_what_is_there():
     assert group_shares(ids, 2).tolist() == [[pytest.approx(4 / 9), pytest.approx(5 / 9)]]
     shown = top_tokens(routing, blocks, tokenizer, 2, layer_idx=0, router=0)
     assert [group.key_tokens for group in shown.groups] == [["a"], ["b", "c"]]
+
+
+@pytest.mark.parametrize("most", [2, 3, 99])
+@pytest.mark.parametrize("begins", [False, True], ids=["", "with a token of its own"])
+def test_blocks_know_their_documents(most, begins):
+    tokenizer = tokenizer_with_bos()[0] if begins else tiny_random_model()[1]
+    texts = ["a" * 25, "b" * 5, "c" * 40, "d" * 12]
+    blocks, documents = blocks_of_documents(tokenizer, texts, 10, most)
+    assert torch.equal(blocks, token_blocks(tokenizer, texts, 10, most))
+    assert [texts[number][0] for number in documents] == [tokenizer.decode(block)[-1] for block in blocks]

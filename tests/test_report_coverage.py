@@ -228,6 +228,48 @@ def test_the_interval_holds_the_share_and_needs_blocks_that_differ():
     assert coverage.to_dict()["intervals"]["distant_kept"]["low"] == interval.low
 
 
+def test_routed_figures_are_those_of_the_heads_that_are_not_dense():
+    model = focus(config=dataclasses.replace(SPARSE, dense_heads=((1, 0),)))
+    coverage = coverage_by_layer(model, tokens(3, LENGTH), queries=None)
+    first, second = coverage.layers
+    assert (first.dense_heads, second.dense_heads) == ((), (0,))
+    for head in second.heads[:2]:  # those of the dense KV head
+        assert [head.kept, head.best, head.random] == pytest.approx([head.distant] * 3)
+    assert_same(coverage.mass, mean_mass([*first.heads, *second.heads]))
+    alone = [*first.heads, *second.heads[2:]]
+    assert_same(coverage.routed.mass, mean_mass(alone))
+    by_hand = sum(head.kept for head in alone) / sum(head.distant for head in alone)
+    assert coverage.routed.mass.share("distant_kept") == pytest.approx(by_hand)
+    assert by_hand < coverage.mass.share("distant_kept")
+    assert coverage.routed.interval("distant_kept").estimate == pytest.approx(by_hand)
+    routers = [*first.routers, second.routers[1]]
+    assert coverage.routed.distant_pairs_kept == pytest.approx(sum(one.distant_pairs_kept for one in routers) / 3)
+    written = coverage.to_dict()
+    assert (written["routers"], written["routed"]["routers"]) == (4, 3)
+    assert written["routed"]["mass"]["distant_kept"] == pytest.approx(by_hand)
+    # What is the same under every mask moves no layer nearer to the best one.
+    assert second.mass.gain == pytest.approx(mean_mass(second.heads[2:]).gain, abs=1e-5)
+
+
+@pytest.mark.parametrize("config", [SPARSE, dataclasses.replace(SPARSE, dense_layers=(1,))], ids=["none", "a layer"])
+def test_without_dense_heads_all_heads_are_routed(config):
+    coverage = coverage_by_layer(focus(config=config), tokens(2, LENGTH))
+    assert [layer.layer_idx for layer in coverage.layers] == ([0] if config.dense_layers else [0, 1])
+    assert coverage.routed == coverage.kept
+
+
+def test_blocks_of_a_document_are_drawn_together():
+    model, blocks = focus(), tokens(9, LENGTH)
+    documents = [0, 0, 1, 2, 3, 4, 5, 6, 7]
+    singly, together = coverage_by_layer(model, blocks), coverage_by_layer(model, blocks, documents=documents)
+    assert singly.interval("distant_kept").drawn_together is None and singly.to_dict()["documents"] is None
+    found = together.interval("distant_kept")
+    assert (found.n, found.drawn_together) == (9, 8) and found != singly.interval("distant_kept")
+    written = together.to_dict()
+    assert written["documents"] == documents and written["intervals"]["distant_kept"]["drawn_together"] == 8
+    assert written["routed"]["intervals"]["distant_kept"]["drawn_together"] == 8
+
+
 def test_shares_of_nothing_are_none():
     nothing = dict.fromkeys((spec.name for spec in dataclasses.fields(Mass)), 0.0)
     mass = Mass(**{**nothing, "window": 0.5, "sinks": 0.5})
@@ -242,6 +284,7 @@ def test_shares_of_nothing_are_none():
         (torch.zeros(8, dtype=torch.long), {}, r"\[blocks, tokens\]"),
         (torch.zeros(0, 64, dtype=torch.long), {}, "at least one block"),
         (torch.zeros(1, 64, dtype=torch.long), {"queries": 0}, "`queries`"),
+        (torch.zeros(2, 64, dtype=torch.long), {"documents": [0]}, "`documents`.* 2 blocks, got 1"),
     ],
 )
 def test_what_cannot_be_measured_is_said(blocks, options, message):

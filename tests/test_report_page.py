@@ -1,6 +1,7 @@
 """`focus report` as a user runs it, and its page in a real browser where there is one."""
 
 import copy
+import dataclasses
 import json
 import re
 import shutil
@@ -57,6 +58,18 @@ def numbers(made):
     return json.loads((made[1] / "r.json").read_text())
 
 
+@pytest.fixture(scope="module")
+def with_dense_head(folder):
+    """Of an adapter with one: the command's output, its numbers, its page."""
+    dense = dataclasses.replace(CONFIG, dense_heads=((1, 0),))
+    get_focus_model(tiny_random_model()[0], dense).save_pretrained(folder / "dense")
+    options = ["report", "--adapter", folder / "dense", "--model", folder / "model", "--text", folder / "prose.txt"]
+    files = ["--out", folder / "d.html", "--json", folder / "d.json"]
+    result = run(app, [*map(str, [*options, *files]), *SIZES])
+    assert result.exit_code == 0, result.output
+    return result.output, json.loads((folder / "d.json").read_text()), (folder / "d.html").read_text()
+
+
 def test_numbers_are_written_and_printed(made, numbers):
     output, _ = made
     assert [text["name"] for text in numbers["texts"]] == ["prose.txt", "code.txt"]
@@ -67,6 +80,16 @@ def test_numbers_are_written_and_printed(made, numbers):
     assert numbers["run"]["command"] and numbers["config"]["num_groups"] == 6
     assert numbers["adapter_digest"] == adapter_digest(made[1] / "adapter")
     assert [layer["layer_idx"] for layer in numbers["domains"]] == [0, 1]
+
+
+def test_heads_that_are_routed_are_told_apart_where_some_are_dense(made, with_dense_head):
+    output, report, page = with_dense_head
+    routed = report["texts"][0]["coverage"]["routed"]
+    assert (report["texts"][0]["coverage"]["routers"], routed["routers"]) == (4, 3)
+    assert f"{routed['mass']['distant_kept']:.1%}" in output
+    sentence = f"3 routed ones alone keep {100 * routed['mass']['distant_kept']:.1f} %"
+    assert sentence in " ".join(output.split()) and sentence in page
+    assert "routed" not in made[0]
 
 
 def test_a_page_from_the_numbers_is_the_same(made, numbers):
@@ -224,6 +247,16 @@ def test_a_click_shows_what_the_predicate_says(numbers, browse):
     assert page.marks["tiles", "b"] == 6 and page.marks["by-layer", "path"] > 8
     assert page.marks["heads", "rect"] == 2 * 4 and page.marks["flow", "rect"] == 36
     assert page.marks["groups", "tr"] == 1 + 6 and "layer 1, router 1" in page.text["groups-title"]
+
+
+def test_tiles_say_what_routed_heads_keep(with_dense_head, browse):
+    _, report, source = with_dense_head
+    page, plain = browse(source=source), browse()
+    routed = report["texts"][0]["coverage"]["routed"]["mass"]
+    assert "1 of 4 KV heads are dense" in page.text["dense"] and "dense" not in plain.text
+    for place, name in (("tiles", "distant_kept"), ("content-tiles", "content_kept_share")):
+        assert f"routed heads {100 * routed[name]:.1f} %" in page.text[place]
+        assert "routed" not in plain.text[place]
 
 
 def test_the_address_chooses_and_other_texts_can_be_chosen(numbers, browse):

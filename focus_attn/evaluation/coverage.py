@@ -13,6 +13,9 @@ it stands beside what others keep of it with the same number of distant pairs:
 
 Some distant keys act as sinks (`attention_view.py`): whatever shows those few keys keeps much attention. *Content* is
 the distant attention without them, set against the best and the random groups by itself.
+
+A dense head (`dense_heads`) keeps everything and so do its best and its random groups. Figures are over all heads of
+the routed layers, and once more over those alone whose router chooses.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,11 +32,13 @@ from focus_attn.attention.plan import count_pairs
 from focus_attn.config import FocusConfig
 from focus_attn.evaluation.attention_mass import SHARES, Mass, mean_mass
 from focus_attn.evaluation.attention_view import AttentionView, Watcher, watch_attention
-from focus_attn.evaluation.bootstrap import Interval, mean_interval
+from focus_attn.evaluation.bootstrap import Interval, Labels, mean_interval
 from focus_attn.model import FocusModel
 from focus_attn.progress import Count
 from focus_attn.router import Routing
 from focus_attn.visibility import EVERYTHING, Pattern, memberships
+
+Each = TypeVar("Each")
 
 
 @dataclass(frozen=True)
@@ -56,18 +61,59 @@ class LayerCoverage:
     sliding_window: int | None
     heads: list[Mass]
     routers: list[RouterCoverage]  # head h answers to router h * R // H
+    dense_heads: tuple[int, ...] = ()  # the routers whose heads keep everything
 
     @property
     def mass(self) -> Mass:
         return mean_mass(self.heads)
 
+    def routed(self, of_each: Sequence[Each]) -> list[Each]:
+        """Of what there is for each head, or for each router, that which is not of a dense one."""
+        each = enumerate(of_each)
+        return [one for at, one in each if at * len(self.routers) // len(of_each) not in self.dense_heads]
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "layer_idx": self.layer_idx,
             "sliding_window": self.sliding_window,
+            "dense_heads": list(self.dense_heads),
             "mass": self.mass.to_dict(),
             "heads": [head.to_dict() for head in self.heads],
             "routers": [asdict(router) for router in self.routers],
+        }
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is kept over some heads, all of them counting the same."""
+
+    routers: int  # that these heads answer to
+    pairs_kept: float  # mean over the routers
+    distant_pairs_kept: float
+    by_block: list[Mass]  # mean over the heads
+    documents: Labels | None  # that each block lies in
+
+    @property
+    def mass(self) -> Mass:
+        return mean_mass(self.by_block)
+
+    def interval(self, name: str) -> Interval | None:
+        """One of `SHARES` with its bootstrap over blocks, those of one document drawn together; None where a block has
+        nothing to have a share of."""
+        wholes = [getattr(mass, SHARES[name][1]) for mass in self.by_block]
+        shares = [mass.share(name) for mass in self.by_block]
+        known = [share for share in shares if share is not None]
+        return mean_interval(known, wholes, together=self.documents) if len(known) == len(shares) else None
+
+    def to_dict(self) -> dict[str, Any]:
+        intervals = {name: self.interval(name) for name in SHARES}
+        return {
+            "routers": self.routers,
+            "pairs_kept": self.pairs_kept,
+            "distant_pairs_kept": self.distant_pairs_kept,
+            "mass": self.mass.to_dict(),
+            "intervals": {name: interval and interval.to_dict() for name, interval in intervals.items()},
+            "by_block": [mass.to_dict() for mass in self.by_block],
         }
 
 
@@ -76,7 +122,8 @@ class Coverage:
     """What `coverage_by_layer` measured."""
 
     layers: list[LayerCoverage]
-    by_block: list[Mass]  # mean over layers and heads
+    kept: Kept  # over all heads of these layers
+    routed: Kept  # over those that are not dense
     blocks: int
     length: int
     queries: int  # of each block
@@ -84,35 +131,21 @@ class Coverage:
 
     @property
     def mass(self) -> Mass:
-        return mean_mass([layer.mass for layer in self.layers])
-
-    @property
-    def pairs_kept(self) -> float:
-        return _mean([router.pairs_kept for layer in self.layers for router in layer.routers])
-
-    @property
-    def distant_pairs_kept(self) -> float:
-        return _mean([router.distant_pairs_kept for layer in self.layers for router in layer.routers])
+        return self.kept.mass
 
     def interval(self, name: str) -> Interval | None:
-        """One of `SHARES` with its bootstrap over blocks; None where a block has nothing to have a share of."""
-        wholes = [getattr(mass, SHARES[name][1]) for mass in self.by_block]
-        shares = [mass.share(name) for mass in self.by_block]
-        known = [share for share in shares if share is not None]
-        return mean_interval(known, wholes) if len(known) == len(shares) else None
+        return self.kept.interval(name)
 
     def to_dict(self) -> dict[str, Any]:
-        intervals = {name: self.interval(name) for name in SHARES}
+        documents = self.kept.documents
         return {
             "blocks": self.blocks,
+            "documents": None if documents is None else list(documents),
             "length": self.length,
             "queries": self.queries,
             "seconds": self.seconds,
-            "pairs_kept": self.pairs_kept,
-            "distant_pairs_kept": self.distant_pairs_kept,
-            "mass": self.mass.to_dict(),
-            "intervals": {name: interval and interval.to_dict() for name, interval in intervals.items()},
-            "by_block": [mass.to_dict() for mass in self.by_block],
+            **self.kept.to_dict(),
+            "routed": self.routed.to_dict(),
             "layers": [layer.to_dict() for layer in self.layers],
         }
 
@@ -123,6 +156,7 @@ def coverage_by_layer(
     blocks: Tensor,
     *,
     queries: int | None = 128,
+    documents: Labels | None = None,
     weights_at_once: int | None = None,
     watchers: Sequence[Watcher] = (),
     progress: Count | None = None,
@@ -135,10 +169,13 @@ def coverage_by_layer(
         blocks: ids without padding, T above the window.
         queries: how many queries of each block are looked at, evenly spread over those that have distant keys; None:
             all of them. Pairs and group sizes are always those of every token.
+        documents: a label for each block, such as the number of the document it lies in: what intervals draw together.
         weights_at_once: how many attention weights to hold at a time.
         watchers: shown what is measured, layer by layer and chunk by chunk.
     """
     positions = _query_positions(blocks, model.focus_config, queries)
+    if documents is not None and len(documents) != len(blocks):
+        raise ValueError(f"`documents` must be a label for each of the {len(blocks)} blocks, got {len(documents)}")
     under_way: dict[tuple[int, int], _BlockSums] = {}  # by layer and block
     done: dict[tuple[int, int], _Block] = {}
     began = time.perf_counter()
@@ -154,10 +191,14 @@ def coverage_by_layer(
             done[place] = under_way.pop(place).finish(len(positions))
 
     watch_attention(model, blocks, positions, look, weights_at_once=weights_at_once, progress=progress)
-    layers, numbers = sorted({layer_idx for layer_idx, _ in done}), range(len(blocks))
+    indices, numbers = sorted({layer_idx for layer_idx, _ in done}), range(len(blocks))
+    layers = [_summary(layer_idx, [done[layer_idx, number] for number in numbers]) for layer_idx in indices]
+    heads = [[done[layer_idx, number].heads for layer_idx in indices] for number in numbers]
+    every = [replace(layer, dense_heads=()) for layer in layers]  # as if none were dense
     return Coverage(
-        [_summary(layer_idx, [done[layer_idx, number] for number in numbers]) for layer_idx in layers],
-        [mean_mass([mean_mass(done[layer_idx, number].heads) for layer_idx in layers]) for number in numbers],
+        layers,
+        _kept(every, heads, documents),
+        _kept(layers, heads, documents),
         len(blocks),
         blocks.shape[1],
         len(positions),
@@ -187,6 +228,7 @@ class _Block(NamedTuple):
     heads: list[Mass]
     sizes: dict[str, Tensor]  # each [R, ...]: the fields of `RouterCoverage`
     sliding_window: int | None
+    dense_heads: tuple[int, ...]
 
 
 class _BlockSums:
@@ -203,6 +245,7 @@ class _BlockSums:
         self.flow = torch.zeros(routers, num_groups, num_groups, dtype=torch.float64, device=device)
         self.random = view.by_head(_chance_to_share(view.routing, num_groups))
         self.sizes, self.sliding_window = _sizes(view), view.pattern.sliding_window
+        self.dense_heads = view.router.dense_heads
 
     def add(self, view: AttentionView) -> None:
         shared, pairs = view.by_head(view.shared), view.by_head(view.kept)
@@ -243,7 +286,10 @@ class _BlockSums:
         )
         rows = torch.stack((*parts, *rest)) / queries
         return _Block(
-            [Mass(*head) for head in rows.T.tolist()], {**self.sizes, "flow": self.flow.cpu()}, self.sliding_window
+            [Mass(*head) for head in rows.T.tolist()],
+            {**self.sizes, "flow": self.flow.cpu()},
+            self.sliding_window,
+            self.dense_heads,
         )
 
 
@@ -255,7 +301,22 @@ def _summary(layer_idx: int, blocks: list[_Block]) -> LayerCoverage:
         for router in range(len(mean["flow"]))
     ]
     heads = [mean_mass(list(head)) for head in zip(*(block.heads for block in blocks), strict=True)]
-    return LayerCoverage(layer_idx, blocks[0].sliding_window, heads, routers)
+    return LayerCoverage(layer_idx, blocks[0].sliding_window, heads, routers, blocks[0].dense_heads)
+
+
+def _kept(layers: list[LayerCoverage], heads: list[list[list[Mass]]], documents: Labels | None) -> Kept:
+    """heads: of each block and layer. Over those that the layers call routed."""
+    routers = [router for layer in layers for router in layer.routed(layer.routers)]
+    return Kept(
+        len(routers),
+        _mean([router.pairs_kept for router in routers]),
+        _mean([router.distant_pairs_kept for router in routers]),
+        [
+            mean_mass([head for layer, some in zip(layers, block, strict=True) for head in layer.routed(some)])
+            for block in heads
+        ],
+        documents,
+    )
 
 
 def sum_of_first(values: Tensor, how_many: Tensor) -> Tensor:

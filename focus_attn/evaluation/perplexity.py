@@ -69,6 +69,13 @@ def token_blocks(
 ) -> Tensor:
     """Non-overlapping blocks of `length` tokens, each inside one document, [blocks, length] int64. Where the tokenizer
     begins a text with a token of its own, every block begins with it and it is one of the `length`."""
+    return blocks_of_documents(tokenizer, text, length, max_blocks)[0]
+
+
+def blocks_of_documents(
+    tokenizer: PreTrainedTokenizerBase, text: str | Sequence[str], length: int, max_blocks: int | None = None
+) -> tuple[Tensor, list[int]]:
+    """The blocks of `token_blocks`, and the number of the document that each lies in."""
     begin = first_token(tokenizer)
     for name, value, lowest in (("length", length, 1 + len(begin)), ("max_blocks", max_blocks, 1)):
         if value is not None and value < lowest:
@@ -76,10 +83,10 @@ def token_blocks(
     documents = [text] if isinstance(text, str) else list(text)
     inner = length - len(begin)
     blocks, longest = [], 0
-    for document in documents:
+    for number, document in enumerate(documents):
         ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
         longest = max(longest, len(ids))
-        blocks += [begin + ids[start : start + inner] for start in range(0, len(ids) - inner + 1, inner)]
+        blocks += [(begin + ids[start : start + inner], number) for start in range(0, len(ids) - inner + 1, inner)]
     if not blocks:
         raise ValueError(
             f"no document reaches one block of {length} tokens, the longest has {longest}: lower `length` or give "
@@ -87,7 +94,8 @@ def token_blocks(
         )
     if max_blocks is not None and max_blocks < len(blocks):
         blocks = [blocks[index * len(blocks) // max_blocks] for index in range(max_blocks)]
-    return torch.tensor(blocks, dtype=torch.int64)
+    taken, numbers = zip(*blocks, strict=True)
+    return torch.tensor(taken, dtype=torch.int64), list(numbers)
 
 
 def first_token(tokenizer: PreTrainedTokenizerBase) -> list[int]:

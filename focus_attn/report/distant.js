@@ -17,41 +17,59 @@ const CONTENT_KEEPERS = [
 
 function drawDistant() {
   const { mass, short_layers, short_on_content } = text();
+  const routed = routedAlone();
   at("where").textContent =
     `Of all attention of these queries ${percent(mass.window)} falls into the window, ${percent(mass.sinks)} on ` +
     `sinks beyond it, ${percent(mass.distant)} is distant. Focus leaves ${percent(mass.visible)} visible; ` +
     `${percent(mass.lost)} crosses a group's boundary and is lost.`;
+  at("dense").hidden = !routed;
+  if (routed)
+    at("dense").textContent =
+      `${text().routers - routed.routers} of ${text().routers} KV heads are dense: they keep everything and are in all ` +
+      `figures, but for those of routed heads, which are of the other ${routed.routers} alone.`;
   drawTiles("tiles", KEEPERS, [
-    tile("distant pairs kept", percent(text().distant_pairs_kept), `${percent(text().pairs_kept)} of all pairs`),
+    tile("distant pairs kept", percent(text().distant_pairs_kept), [
+      `${percent(text().pairs_kept)} of all pairs`,
+      ...(routed ? [`routed heads ${percent(routed.distant_pairs_kept)}`] : []),
+    ]),
   ]);
   drawKept("by-layer", "Share of the distant attention kept, by layer", KEEPERS);
   at("short").textContent = describeShort(short_layers);
   at("sinks").replaceChildren(...describeSinks());
   drawTiles("content-tiles", CONTENT_KEEPERS, [
-    tile("on keys that act as sinks", percent(mass.acting), `of all attention; ${percent(actingKept())} of it visible`),
+    tile("on keys that act as sinks", percent(mass.acting), [
+      `of all attention; ${percent(actingKept())} of it visible`,
+    ]),
   ]);
   drawKept("content-by-layer", "Share of the content kept, by layer", CONTENT_KEEPERS);
   at("content-short").textContent = describeShort(short_on_content);
   at("about-text").textContent =
-    `${data.model}, ${text().name}: ${text().blocks} blocks of ${text().length.toLocaleString("en")} tokens, ` +
+    `${data.model}, ${text().name}: ${text().blocks} blocks of ${text().length.toLocaleString("en")} tokens` +
+    (text().documents ? ` from ${new Set(text().documents).size} document(s), ` : ", ") +
     `${text().queries.toLocaleString("en")} queries of each, evenly spread over those that have distant keys` +
     (data.commit ? `; commit ${data.commit}.` : ".");
 }
 
 function tile(name, figure, below, tone = "--line") {
-  const parts = [make("span", {}, name), make("b", {}, figure), make("span", {}, below)];
+  const parts = [make("span", {}, name), make("b", {}, figure), ...below.map(line => make("span", {}, line))];
   return make("div", { class: "tile", style: `--tone: var(${tone})` }, ...parts);
 }
 
 function drawTiles(place, keepers, more) {
-  const { mass, intervals } = text();
+  const range = drawn =>
+    drawn && drawn.n > 1 ? `[${(100 * drawn.low).toFixed(1)}, ${(100 * drawn.high).toFixed(1)}]` : "no interval";
+  const routed = routedAlone();
   const tiles = keepers.map(({ name, part, tone }) => {
-    const drawn = intervals[part];
-    const range =
-      drawn && drawn.n > 1 ? `[${(100 * drawn.low).toFixed(1)}, ${(100 * drawn.high).toFixed(1)}]` : "no interval";
-    return tile(name, percent(mass[part]), range, tone);
+    const alone = routed ? [`routed heads ${percent(routed.mass[part])} ${range(routed.intervals[part])}`] : [];
+    return tile(name, percent(text().mass[part]), [range(text().intervals[part]), ...alone], tone);
   });
   at(place).replaceChildren(...tiles, ...more);
+}
+
+/** The figures without dense heads, null where there are none. */
+function routedAlone() {
+  const { routed, routers } = text();
+  return routed && routed.routers < routers ? routed : null;
 }
 
 function drawKept(place, label, keepers) {

@@ -31,7 +31,7 @@ class Pair(NamedTuple):
 class StrongestPairs:
     """A watcher of `coverage_by_layer`, for pairs of tokens that begin two different words: a few of each layer.
 
-    Keys that act as sinks are left out: everything attends to them.
+    Keys that act as sinks are left out: everything attends to them. So are dense heads: they keep whatever there is.
     """
 
     def __init__(self, pieces: Sequence[Sequence[str]], per_layer: int = 6) -> None:
@@ -48,9 +48,12 @@ class StrongestPairs:
         keys = view.weights.shape[-1]
         counts = is_word[view.positions, None] & is_word[None, :keys]
         counts &= kinds[view.positions, None] != kinds[None, :keys]
-        shared, acting = view.by_head(view.shared), view.acts_as_sink[:, None, :]
+        routed = torch.zeros(len(view.shared), dtype=torch.bool, device=device)
+        routed[view.router.choosing] = True
+        counts = counts & view.by_head(routed)[:, None, None] & ~view.acts_as_sink[:, None, :]
+        shared = view.by_head(view.shared)
         for kept in (True, False):
-            weights = view.distant * (counts & ~acting & (shared if kept else ~shared))
+            weights = view.distant * (counts & (shared if kept else ~shared))
             self._merge(kept, view, weights)
 
     def _merge(self, kept: bool, view: AttentionView, weights: Tensor) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from focus_attn.evaluation.coverage import coverage_by_layer
-from focus_attn.evaluation.perplexity import token_blocks
+from focus_attn.evaluation.perplexity import blocks_of_documents
 from focus_attn.model import FocusModel
 from focus_attn.progress import Progress
 from focus_attn.report.acting_sinks import ActingSinks
@@ -56,7 +56,9 @@ def measure(
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """texts: name and documents of each; not those that the routers were fitted to."""
-    blocks = [(name, token_blocks(tokenizer, documents, sizes.length, sizes.blocks)) for name, documents in texts]
+    blocks = [
+        (name, blocks_of_documents(tokenizer, documents, sizes.length, sizes.blocks)) for name, documents in texts
+    ]
     measured = [_measure_text(model, tokenizer, name, some, sizes, progress) for name, some in blocks]
     trainable, total = model.get_nb_trainable_parameters()
     config = model.focus_config
@@ -76,22 +78,25 @@ def _measure_text(
     model: FocusModel,
     tokenizer: PreTrainedTokenizerBase,
     name: str,
-    blocks: Tensor,
+    blocks: tuple[Tensor, list[int]],
     sizes: Sizes,
     progress: Progress | None,
 ) -> dict[str, Any]:
-    pieces = [token_pieces(tokenizer, block.tolist()) for block in blocks]
+    ids, documents = blocks
+    pieces = [token_pieces(tokenizer, block.tolist()) for block in ids]
     pairs, sinks = StrongestPairs(pieces), ActingSinks(pieces)
 
     def step(done: int, total: int, what: str = "attention") -> None:
         if progress:
             progress(f"{what} on {name}", done, total)
 
-    coverage = coverage_by_layer(model, blocks, queries=sizes.queries, watchers=(pairs, sinks), progress=step)
+    coverage = coverage_by_layer(
+        model, ids, queries=sizes.queries, documents=documents, watchers=(pairs, sinks), progress=step
+    )
     step(0, 2, "groups")
-    sample = take_sample(model, tokenizer, blocks[: max(1, sizes.sample // sizes.length)])
+    sample = take_sample(model, tokenizer, ids[: max(1, sizes.sample // sizes.length)])
     step(1, 2, "groups")
-    attended = attended_keys(model, blocks[0, : sizes.browse])
+    attended = attended_keys(model, ids[0, : sizes.browse])
     step(2, 2, "groups")
     return {
         "name": name,

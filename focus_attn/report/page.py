@@ -47,6 +47,27 @@ def headline(report: dict[str, Any]) -> str:
         f"keeps {_percent(mass['distant_best'])}, random groups keep {_percent(mass['distant_random'])}. Without the "
         f"few distant keys that act as sinks: {_percent(mass['content_kept_share'])}, best "
         f"{_percent(mass['content_best_share'])}, random {_percent(mass['content_random_share'])}."
+        f"{_headline_routed(coverage)}"
+    )
+
+
+def routed_alone(coverage: dict[str, Any]) -> dict[str, Any] | None:
+    """The figures without dense heads; None where there are none, or in an older report."""
+    routed: dict[str, Any] | None = coverage.get("routed")
+    return routed if routed and routed["routers"] < coverage["routers"] else None
+
+
+def _headline_routed(coverage: dict[str, Any]) -> str:
+    routed = routed_alone(coverage)
+    if routed is None:
+        return ""
+    mass, dense = routed["mass"], coverage["routers"] - routed["routers"]
+    return (
+        f" {dense} of {coverage['routers']} KV heads are dense: they keep everything and are in these figures. The "
+        f"{routed['routers']} routed ones alone keep {_percent(mass['distant_kept'])} with "
+        f"{_percent(routed['distant_pairs_kept'])} of the distant pairs, best {_percent(mass['distant_best'])}, "
+        f"random {_percent(mass['distant_random'])}; without such keys {_percent(mass['content_kept_share'])}, best "
+        f"{_percent(mass['content_best_share'])}, random {_percent(mass['content_random_share'])}."
     )
 
 
@@ -69,7 +90,9 @@ def _percent(share: float | None) -> str:
 def _page_data(report: dict[str, Any]) -> dict[str, Any]:
     texts = []
     for text in report["texts"]:
-        coverage = {name: value for name, value in text["coverage"].items() if name != "by_block"}
+        coverage = _without_blocks(text["coverage"])
+        if "routed" in coverage:
+            coverage["routed"] = _without_blocks(coverage["routed"])
         sample = RoutingSample.from_dict(text["sample"])
         rest = {
             name: text[name]
@@ -88,6 +111,10 @@ def _page_data(report: dict[str, Any]) -> dict[str, Any]:
     names = ("model", "config", "tagger", "word_classes", "domains")
     commit = report.get("run", {}).get("commit")
     return _rounded({**{name: report[name] for name in names}, "commit": commit, "texts": texts})
+
+
+def _without_blocks(kept: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kept.items() if name != "by_block"}
 
 
 def _browser(sample: RoutingSample, size: int) -> dict[str, Any]:

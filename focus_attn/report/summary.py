@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from focus_attn.report.page import describe_setting, headline
+from focus_attn.report.page import describe_setting, headline, routed_alone
 
 KEEPERS = {
     "distant_kept": "Focus",
@@ -29,14 +29,15 @@ def print_report(console: Console, report: dict[str, Any], written: Mapping[str,
         coverage = text["coverage"]
         title = f"{text['name']}: {coverage['blocks']} blocks of {coverage['length']:,} tokens"
         table = Table("distant attention kept by", title=title, title_justify="left")
-        for column in ("share", "95 % of draws"):
+        routed = routed_alone(coverage)
+        for column in ("share", f"95 % of draws\nof {_drawn(coverage)}", *(["routed\nheads"] if routed else [])):
             table.add_column(column, justify="right")
         for name, label in KEEPERS.items():
             interval = coverage["intervals"][name]
             several = interval is not None and interval["n"] > 1
             drawn = f"{interval['low']:.1%} to {interval['high']:.1%}" if several else "one block"
-            share = coverage["mass"][name]
-            table.add_row(label, "none" if share is None else f"{share:.1%}", drawn)
+            alone = [_share(routed["mass"][name])] if routed else []
+            table.add_row(label, _share(coverage["mass"][name]), drawn, *alone)
         console.print(table)
         short, on_content = (", ".join(map(str, text[name])) or "none" for name in ("short_layers", "short_on_content"))
         lines = [
@@ -52,3 +53,12 @@ def print_report(console: Console, report: dict[str, Any], written: Mapping[str,
         console.print("No word classes: pip install textblob and make the page again with --from.", markup=False)
     for what, path in written.items():
         console.print(f"{what}: {path}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _share(share: float | None) -> str:
+    return "none" if share is None else f"{share:.1%}"
+
+
+def _drawn(coverage: dict[str, Any]) -> str:
+    interval = coverage["intervals"]["distant_kept"]
+    return "documents" if interval and interval.get("drawn_together") else "blocks"
