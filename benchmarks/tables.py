@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from focus_attn.compare.recipe import Comparison, find_recipe
 
+Process = subprocess.Popen[bytes]
 COMPARE = [sys.executable, "-m", "focus_attn.cli", "compare"]
 
 
@@ -36,34 +37,59 @@ def texts_for(recipe: str, texts: Sequence[str]) -> list[str]:
     return [text for text in texts if "=" not in text or text.partition("=")[0].partition(".")[0] in known]
 
 
-def run_group(recipes: Sequence[str], options: argparse.Namespace, passed: Sequence[str], deadline: float) -> None:
-    """One after the other; what is left when the time is up is not begun."""
-    folder = options.out / "+".join(map(name_of, recipes))
+def begin(recipe: str, folder: Path, options: argparse.Namespace, passed: Sequence[str], seconds: float) -> Process:
     folder.mkdir(parents=True, exist_ok=True)
-    for recipe in recipes:
-        left = deadline - time.monotonic()
-        if left < 1:
-            return
-        files = ["--out", str(folder), "--json", str(options.out / f"{name_of(recipe)}.json")]
-        texts = [part for text in texts_for(recipe, options.text) for part in ("--text", text)]
-        command = [*COMPARE, recipe, *files, "--seconds", f"{left:.0f}", *texts, *passed]
-        with (options.out / f"{name_of(recipe)}.log").open("ab") as log:
-            subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False)  # the log says why one failed
+    written = options.out / f"{name_of(recipe)}.json"
+    written.unlink(missing_ok=True)  # of an earlier call: the cells that it was made from are in the folder
+    texts = [part for text in texts_for(recipe, options.text) for part in ("--text", text)]
+    files = ["--out", str(folder), "--json", str(written), "--seconds", f"{seconds:.0f}"]
+    with written.with_suffix(".log").open("ab") as log:
+        return subprocess.Popen([*COMPARE, recipe, *files, *texts, *passed], stdout=log, stderr=log)
 
 
-def put_together(recipe: str, options: argparse.Namespace, passed: Sequence[str]) -> None:
-    """Under the same `--model`, which says whose benchmarks a file has."""
+def run_all(groups: Sequence[Sequence[str]], options: argparse.Namespace, passed: Sequence[str]) -> dict[str, str]:
+    """What became of each recipe. Those of a group run one after the other; what is late is not begun."""
+    deadline = time.monotonic() + options.seconds
+    waiting = [(options.out / "+".join(map(name_of, group)), list(group)) for group in groups]
+    running: dict[Process, tuple[Path, list[str]]] = {}
+    became = {recipe: "not begun" for group in groups for recipe in group}
+    try:
+        while waiting or running:
+            while waiting and len(running) < options.at_once:
+                folder, recipes = waiting.pop(0)
+                left = deadline - time.monotonic()
+                if left >= 1:
+                    running[begin(recipes[0], folder, options, passed, min(left, 10**9))] = folder, recipes
+            for process in [process for process in running if process.poll() is not None]:
+                folder, (recipe, *rest) = running.pop(process)
+                became[recipe] = said(options.out / f"{name_of(recipe)}.json", process.returncode)
+                if rest:
+                    waiting.insert(0, (folder, rest))
+            time.sleep(0.1)
+    finally:  # each keeps the cells that are whole
+        for process in running:
+            process.terminate()
+        for process in running:
+            process.wait()
+    return became
+
+
+def said(written: Path, returncode: int) -> str:
+    if returncode != 0 or not written.is_file():
+        return f"failed: {written.with_suffix('.log')} says why"
+    found = json.loads(written.read_text(encoding="utf-8"))
+    return f"{len(found['cells'])} cells; {found['stopped'] or 'whole'}"
+
+
+def put_together(recipe: str, options: argparse.Namespace) -> str:
+    """Under the same `--model`, for it stands in the file."""
     new, kept = options.out / f"{name_of(recipe)}.json", options.into / f"{name_of(recipe)}{options.suffix}.json"
     shown = [part for file in (kept, new) if file.is_file() for part in ("--show", str(file))]
-    subprocess.run([*COMPARE, recipe, *shown, "--json", str(kept), *passed], check=True, stdout=subprocess.DEVNULL)
-
-
-def said(recipe: str, options: argparse.Namespace) -> str:
-    file = options.out / f"{name_of(recipe)}.json"
-    if not file.is_file():
-        return "nothing: see its log" if file.with_suffix(".log").is_file() else "not begun"
-    found = json.loads(file.read_text(encoding="utf-8"))
-    return f"{len(found['cells'])} cells; {found['stopped'] or 'whole'}"
+    model = [] if options.model is None else ["--model", options.model]
+    answer = subprocess.run(
+        [*COMPARE, recipe, *shown, "--json", str(kept), *model], check=False, capture_output=True, text=True
+    )
+    return f" -> {kept}" if answer.returncode == 0 else f", and not put into {kept}: {answer.stderr or answer.stdout}"
 
 
 def main() -> None:
@@ -81,15 +107,15 @@ def main() -> None:
     fitting = {text for group in groups for recipe in group for text in texts_for(recipe, options.text)}
     if unknown := [text for text in options.text if text not in fitting]:
         parser.error(f"--text {unknown[0]}: none of these comparisons has such a dataset")
-    model = [] if options.model is None else ["--model", options.model]
-    deadline = time.monotonic() + min(options.seconds, 10**9)
-    with ThreadPoolExecutor(options.at_once) as pool:
-        for done in [pool.submit(run_group, group, options, [*model, *passed], deadline) for group in groups]:
-            done.result()
-    for recipe in (recipe for group in groups for recipe in group):
-        print(f"{name_of(recipe)}: {said(recipe, options)}")
-        if options.into is not None and (options.out / f"{name_of(recipe)}.json").is_file():
-            put_together(recipe, options, model)
+    if options.into is not None and "--quick" in passed:
+        parser.error("--quick has figures that mean nothing: leave --into out")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended too
+    became = run_all(groups, options, [*([] if options.model is None else ["--model", options.model]), *passed])
+    for recipe, what in became.items():
+        measured = options.into is not None and what.partition(" ")[0].isdigit()
+        print(f"{name_of(recipe)}: {what}{put_together(recipe, options) if measured else ''}")
+    if any(what.startswith("failed") for what in became.values()):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -79,6 +79,7 @@ def test_texts_are_written_as_tokens_and_read_back(tmp_path):
         (["table1", "--requests", "none.jsonl"], "no such file"),
         (["table1", "--seeds", "2", "--seed", "1"], "give one of them"),
         (["table1", "--show", "none.json"], "no such file"),
+        (["table1", "--show", "none.json", "--seed", "1"], "--show runs nothing: leave --seed out"),
     ],
 )
 def test_mistakes_are_answered_with_a_sentence(arguments, message):

@@ -10,8 +10,6 @@ from focus_attn.compare import Comparison, Dataset, Method
 from focus_attn.compare.cost import estimate
 from focus_attn.compare.recipe import find_recipe
 from focus_attn.compare.reproduction import PAGE, make_page, read_results, speedups
-from focus_attn.compare.runner import put_together
-from focus_attn.compare.table import make_rows
 
 
 def write(folder, name, cells, *, file=None, tasks=(), **changes):
@@ -59,31 +57,14 @@ def test_files_of_one_table_are_put_together(tmp_path):
     assert page.index("SmolLM2-135M-Instruct, benchmarks") < page.index("Gemma-3-270M, benchmarks")
 
 
-def test_more_seeds_join_what_was_measured_before(tmp_path):
-    """Of `--json` the benchmarks stay; full attention, which both runs measured, is the newer one."""
-    old, new = {**FULL, "row": "full attention"}, {**cell("full", above(0.5)), "row": "full attention"}
-    task = {"task": "piqa", "metric": "acc", "models": {}}
-    write(tmp_path, "table3", [old, cell("Focus", focus=True)], tasks=[task])
-    lines = [{**one, "key": str(number)} for number, one in enumerate([new, cell("Focus", focus=True, seed=1)])]
-    (tmp_path / "cells.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    together = put_together([tmp_path / "compare" / "table3.json", tmp_path / "cells.jsonl"])
-    rows = {row.name: row for row in make_rows(together.cells)}
-    assert rows["Focus"].seeds == 2 and rows["full attention"].seeds == 1
-    assert rows["full attention"].losses == above(0.5)
-    assert together.tasks == [task]
-    (tmp_path / "other.json").write_text("[]")
-    with pytest.raises(ValueError, match="it has no cells"):
-        put_together([tmp_path / "other.json"])
-
-
 def test_what_a_recipe_asks_for_and_nobody_measured_is_named(tmp_path):
     base = {**FULL, "row": "full attention"}
     write(tmp_path, "collapse", [base, cell("Sinkhorn", focus=True)])
     write(tmp_path, "table3", [base, *(cell("Focus", focus=True, seed=seed) for seed in range(3)), cell("LoRA, r=4")])
     page = make_page(tmp_path)
     collapse, table3 = page.split("## Collapse")[1], page.split("## Table 3")[1].split("## Table 4")[0]
-    assert "- Not run: softmax, softmax, bias and cap.\n- 1 of 3 seeds: every row that is trained.\n" in collapse
-    assert "- Not run: LoRA, r=16, DoRA, r=16.\n- 1 of 3 seeds: LoRA, r=4.\n" in table3
+    assert "- Not run: softmax; softmax, bias and cap.\n- 1 of 3 seeds: every row that is trained.\n" in collapse
+    assert "- Not run: LoRA, r=16; DoRA, r=16.\n- 1 of 3 seeds: LoRA, r=4.\n" in table3
 
 
 def test_plots_stand_below_their_table(tmp_path):

@@ -21,10 +21,11 @@ from focus_attn.compare.bench import bench_cells
 from focus_attn.compare.measure import measure
 from focus_attn.compare.runner import Settings
 from focus_attn.compare.runner import run as run_comparison
-from focus_attn.compare.store import FILE, CellStore, read_run
+from focus_attn.compare.store import FILE, CellStore
 from focus_attn.compare.subject import OutOfTimeError, Workshop, digest, identity_of, plain
 from focus_attn.compare.table import make_rows
 from focus_attn.compare.timing import layer_calls, time_attention
+from focus_attn.compare.together import read_run
 from focus_attn.evaluation import block_perplexity
 from focus_attn.training import Recipe, Stage, Start, loop
 from focus_attn.visibility import EVERYTHING
@@ -124,7 +125,7 @@ def test_tuning_trains_what_it_says(rows):
 
 
 def test_cells_carry_their_run_and_their_blocks(outcome):
-    cells = read_run(outcome[0] / FILE)[0]
+    cells = read_run(outcome[0] / FILE).cells
     assert len(cells) == 2 * len(COMPARISON.methods)
     cell = next(cell for cell in cells if cell["row"] == "Focus")
     assert {"commit", "torch", "command"} <= cell["run"].keys()
@@ -153,7 +154,7 @@ def test_a_line_that_was_cut_short_is_measured_again(tmp_path):
     assert "a" in cut
     assert "b" not in cut
     cut.put("b", {"row": "two"})
-    assert [cell["row"] for cell in read_run(tmp_path / FILE)[0]] == ["one", "two"]
+    assert [cell["row"] for cell in read_run(tmp_path / FILE).cells] == ["one", "two"]
     with pytest.raises(ValueError, match="no such file"):
         read_run(tmp_path / "none.jsonl")
 
@@ -208,7 +209,7 @@ def test_it_stops_in_the_middle_of_a_cell(tmp_path, monkeypatch):
         done.clear()
         (tmp_path / folder).mkdir()
         stopped = run(short, settings(tmp_path / folder, seconds=1000.0, progress=progress))
-        assert len(read_run(tmp_path / folder / FILE)[0]) == len(stopped.cells) == 1
+        assert len(read_run(tmp_path / folder / FILE).cells) == len(stopped.cells) == 1
         assert stopped.stopped == "stopped after the 1000 s given: the same command goes on"
         assert set(done) == blocks
 
@@ -227,7 +228,7 @@ def test_a_row_that_needs_too_much_memory_holds_nobody_up(tmp_path, monkeypatch)
     outcome = run(short, settings(tmp_path))
     assert {cell["row"] for cell in outcome.cells} == {first.name}
     assert f"out of memory: {second.name}" in outcome.stopped
-    assert {cell["row"] for cell in read_run(tmp_path / FILE)[0]} == {first.name}  # it is no result
+    assert {cell["row"] for cell in read_run(tmp_path / FILE).cells} == {first.name}  # it is no result
 
 
 def test_training_that_is_stopped_goes_on(tmp_path, monkeypatch):
@@ -410,11 +411,11 @@ def test_a_tuned_peer_is_served_as_it_was_trained(tmp_path, monkeypatch):
 
 
 def test_a_cell_measured_again_is_not_another_seed(outcome, tmp_path):
-    cells = read_run(outcome[0] / FILE)[0]
+    cells = read_run(outcome[0] / FILE).cells
     with (tmp_path / FILE).open("w") as file:
         for one in (*cells, {**cells[0], "key": "other settings"}):
             file.write(json.dumps(one) + "\n")
-    again = read_run(tmp_path / FILE)[0]
+    again = read_run(tmp_path / FILE).cells
     assert len(again) == len(cells)
     assert again[0]["key"] == "other settings"
 

@@ -168,6 +168,17 @@ def test_without_times_there_is_one_panel_and_curves_are_drawn(tmp_path):
     assert ">full<" not in drawn
 
 
+def test_many_curves_are_told_apart(tmp_path):
+    """More rows than colours take another line; a row whose seed 0 is missing has its name all the same."""
+    pytest.importorskip("matplotlib")
+    curve = {"training": {"curve": [{"step": 5, "dominance": 0.2}, {"step": 10, "dominance": 0.9}]}}
+    cells = [{**cell(f"way {number}", focus=True, seed=seed), **curve} for number in range(7) for seed in (1, 2)]
+    plot_curves(cells, "title", tmp_path / "curves.svg")
+    drawn = (tmp_path / "curves.svg").read_text()
+    assert [drawn.count(f">way {number}<") for number in range(7)] == [1] * 7
+    assert drawn.count("stroke-dasharray") == 3  # two seeds and the legend of the last
+
+
 def test_names_of_neighbours_do_not_cover_each_other():
     same = [(0.2, 20.0), (0.2, 20.001), (0.2, 20.002), (0.9, 20.001), (0.2, 25.0)]
     heights = label_heights(same, ["a name"] * 5)

@@ -47,6 +47,7 @@ def test_another_seed_joins_what_was_measured_before(folder, monkeypatch, capsys
     assert len(trained) == 1  # by both
     shutil.copy(folder / "first" / "one.json", folder / "kept" / "one.json")
     run(monkeypatch, "one.yaml", *common, "--out", "second", "--into", "kept", "--seed", 1)
+    assert capsys.readouterr().out == f"one: 2 cells; whole -> {Path('kept', 'one.json')}\n"
     rows = {row["name"]: row for row in json.loads((folder / "kept" / "one.json").read_text())["rows"]}
     assert rows["ours"]["seeds"] == 2 and rows["full attention"]["seeds"] == 1
     assert rows["ours"]["lowest"] < rows["ours"]["highest"]
@@ -67,7 +68,17 @@ def test_a_text_goes_where_it_belongs(folder, monkeypatch, capsys):
     assert "--text wikitext.test=a: none of these comparisons has such a dataset" in capsys.readouterr().err
 
 
-def test_one_that_fails_points_to_its_log(folder, monkeypatch, capsys):
-    run(monkeypatch, "one.yaml", "--text", "prose=absent.txt", "--out", "failed")
-    assert capsys.readouterr().out == "one: nothing: see its log\n"
+def test_one_that_fails_points_to_its_log_and_changes_nothing(folder, monkeypatch, capsys):
+    (folder / "failed").mkdir()
+    (folder / "failed" / "one.json").write_text("{}")  # of an earlier call
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "one.yaml", "--text", "prose=absent.txt", "--out", "failed", "--into", "kept")
+    assert capsys.readouterr().out == f"one: failed: {Path('failed', 'one.log')} says why\n"
     assert "absent.txt" in (folder / "failed" / "one.log").read_text()
+    assert not list((folder / "kept").iterdir())
+
+
+def test_a_quick_form_is_put_into_nothing(folder, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "table1", "--quick", "--into", "kept")
+    assert "leave --into out" in capsys.readouterr().err

@@ -57,11 +57,13 @@ def compare(
     from focus_attn.compare.changes import with_adapters, with_data, with_only
     from focus_attn.compare.quick import quick as quick_form
     from focus_attn.compare.recipe import Comparison, find_recipe
-    from focus_attn.compare.runner import Settings, put_together, run
+    from focus_attn.compare.runner import Outcome, Settings, run
     from focus_attn.compare.table import make_rows, place_of, places, verdicts
     from focus_attn.compare.terminal import Bars, print_outcome
+    from focus_attn.compare.together import put_together
     from focus_attn.evaluation.requests import Requests
 
+    asked = {"--text": text, "--blocks": blocks, "--lengths": lengths, "--seeds": seeds, "--seed": seed}
     comparison = Comparison.from_yaml(find_recipe(recipe))
     comparison = with_data(comparison, text or [], blocks, read_numbers("lengths", lengths) if lengths else None)
     changes: dict[str, Any] = {}
@@ -69,8 +71,10 @@ def compare(
         changes["models"] = tuple(model)
     if seeds is not None and seed:
         raise ValueError("--seeds says how many, --seed which: give one of them")
+    if show and (given := [name for name, value in asked.items() if value]):
+        raise ValueError(f"--show runs nothing: leave {', '.join(given)} out")
     if seeds is not None or seed:
-        changes["seeds"] = tuple(seed or range(seeds or 0))
+        changes["seeds"] = tuple(dict.fromkeys(seed or range(seeds or 0)))
     if adapter:
         comparison = dataclasses.replace(comparison, methods=with_adapters(comparison, adapter))
     if only:
@@ -90,9 +94,9 @@ def compare(
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     if show:
-        outcome = put_together(show)
-        if not comparison.tasks:
-            outcome.tasks = []
+        shown = put_together(show, comparison.tasks)
+        outcome = Outcome(shown.cells, shown.tasks)
+        comparison = dataclasses.replace(comparison, note=shown.note, models=shown.models or comparison.models)
         if only:
             names = {method.name for method in comparison.methods}
             outcome.cells = [cell for cell in outcome.cells if cell["row"] in names]

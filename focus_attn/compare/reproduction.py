@@ -92,7 +92,7 @@ def section(name: str, comparison: Comparison, found: Mapping[str, Any], results
         yield f"Ours: {NOT_RUN}.\n"
     for place in places(rows):
         yield from place_table(comparison, rows, place)
-    for plot in sorted((results / "compare").glob(f"{name}*.png")):
+    for plot in sorted((results / "compare").glob(f"{name}*.png"), key=lambda file: file.stem):
         if plot.stem == name or plot.stem.startswith(f"{name}-"):
             yield f"![{comparison.title}](../results/compare/{plot.name})\n"
     for model, tasks in found.get("tasks", []):
@@ -165,14 +165,14 @@ def _still_missing(comparison: Comparison, here: Sequence[Row]) -> Iterator[str]
     failed = {row.name for row in here if row.failed}
     wanted = {method.name: len(comparison.seeds_of(method)) for method in comparison.methods}
     if rows := [name for name in wanted if name not in measured]:
-        yield f"- {NOT_RUN[0].upper()}{NOT_RUN[1:]}: {', '.join(rows)}."
+        yield f"- {NOT_RUN[0].upper()}{NOT_RUN[1:]}: {'; '.join(rows)}."
     fewer: dict[str, list[str]] = {}
     for name, seeds in measured.items():
         if name not in failed and seeds < wanted.get(name, 0):
             fewer.setdefault(f"{seeds} of {wanted[name]} seeds", []).append(name)
     trained = {name for name, seeds in wanted.items() if seeds > 1 and name in measured} - failed
     for how_many, names in fewer.items():
-        yield f"- {how_many}: {'every row that is trained' if set(names) == trained else ', '.join(names)}."
+        yield f"- {how_many}: {'every row that is trained' if set(names) == trained else '; '.join(names)}."
 
 
 def task_table(model: str, tasks: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -6,7 +6,7 @@ import gc
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from focus_attn.compare.measure import measure
 from focus_attn.compare.models import describe_model, load_model
 from focus_attn.compare.peer import kind_of, make_peer, needs_text
 from focus_attn.compare.recipe import Comparison, Method
-from focus_attn.compare.store import FILE, Cell, CellStore, latest, read_run
+from focus_attn.compare.store import FILE, Cell, CellStore
 from focus_attn.compare.subject import OutOfTimeError, Subject, Workshop, digest, until
 from focus_attn.compare.tasks import is_scored, score_row, task_table
 from focus_attn.compare.timing import time_attention
@@ -54,13 +54,6 @@ class Outcome:
     cells: list[Cell] = field(default_factory=list)
     tasks: list[dict[str, Any]] = field(default_factory=list)  # every metric of the benchmarks, with intervals
     stopped: str | None = None  # why it is not all
-
-
-def put_together(files: Sequence[Path]) -> Outcome:
-    """What several runs of a comparison measured, the newest last: more seeds, or rows measured again."""
-    runs = [read_run(file) for file in files]
-    tasks = [found for _, found in runs if found]
-    return Outcome(latest(cell for cells, _ in runs for cell in cells), tasks[-1] if tasks else [])
 
 
 def run(comparison: Comparison, settings: Settings) -> Outcome:

@@ -22,7 +22,7 @@ class CellStore:
         self.path = path
         self.cells: dict[str, Cell] = {}
         if path.is_file():
-            self.cells = {cell["key"]: cell for cell in _read_lines(path)}
+            self.cells = {cell["key"]: cell for cell in read_lines(path)}
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def __contains__(self, key: str) -> bool:
@@ -40,29 +40,13 @@ class CellStore:
             os.fsync(file.fileno())
 
 
-def read_run(path: Path) -> tuple[list[Cell], list[dict[str, Any]]]:
-    """The cells that a run keeps as it goes, or of what `--json` wrote, with its benchmarks' rows.
-
-    In the order they were measured; of a cell measured again, the last.
-    """
-    if not path.is_file():
-        raise ValueError(f"no such file: {str(path)!r} (a run keeps its cells in {FILE} of its --out folder)")
-    if path.suffix != ".json":
-        return latest(_read_lines(path)), []
-    try:
-        written = json.loads(path.read_text(encoding="utf-8"))
-        return latest(written["cells"]), list(written["tasks"])
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{str(path)!r} is not what `focus compare --json` wrote: it has no cells") from None
-
-
 def latest(cells: Iterable[Cell]) -> list[Cell]:
     """Each row, place and seed once: what was measured again, under other settings perhaps, is not another seed."""
     places = ("model", "data", "length", "row", "seed")
     return list({tuple(cell.get(name) for name in places): cell for cell in cells}.values())
 
 
-def _read_lines(path: Path) -> list[Cell]:
+def read_lines(path: Path) -> list[Cell]:
     """A last line that was cut short is taken off the file: what is appended next must begin a line."""
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]

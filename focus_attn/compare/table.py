@@ -48,7 +48,7 @@ class Row:
     multiply_adds: float | None = None
     ms: float | None = None  # a layer's attention
     dense_ms: float | None = None  # the fastest dense one, in the same run
-    day: str | None = None  # of the measurement
+    day: str | None = None  # of the measurement; None: its seeds were measured on several
     dominance: float | None = None
     trained_parameters: int = 0
     leaking: bool = False  # it looks at later tokens, so that it is not ranked
@@ -71,7 +71,7 @@ def make_rows(cells: Iterable[Cell]) -> list[Row]:
     for cell in cells:
         if "bench" not in cell:
             together.setdefault((place_of(cell), cell["row"]), []).append(cell)
-    base = {place: _losses(cells) for (place, _), cells in together.items() if _is_base(cells[0])}
+    base = {place: _losses(cells) for (place, _), cells in together.items() if is_base(cells[0])}
     return [_row(place, name, cells, base.get(place)) for (place, name), cells in together.items()]
 
 
@@ -102,7 +102,7 @@ def verdicts(rows: Sequence[Row], place: Place) -> list[str]:
             limit = getattr(focus, cost)
             rivals = [row for row in peers if limit and (getattr(row, cost) or limit * 2) <= SAME_COST * limit]
             if cost == "ms":  # machines and kernels differ from day to day
-                rivals = [row for row in rivals if row.day == focus.day]
+                rivals = [row for row in rivals if row.day is not None and row.day == focus.day]
             if rivals:
                 best = min(rivals, key=lambda row: row.ppl or 0.0)
                 costs = both.format(limit, getattr(best, cost))
@@ -133,25 +133,25 @@ def _row(place: Place, name: str, cells: list[Cell], base: tuple[float, ...] | N
         "name": name,
         "kind": first["kind"],
         "is_focus": first["focus"],
-        "is_base": _is_base(first),
+        "is_base": is_base(first),
         "seeds": len(measured or cells),
     }
     if not measured:
         return Row(**described, failed=first["failed"])
     ppls = [cell["figures"]["ppl"] for cell in measured]
-    losses = _losses(measured)
+    losses, days = _losses(measured), {cell["run"]["date"] for cell in measured}
     documents = tuple(measured[0]["documents"]) if "documents" in measured[0] else None
     return Row(
         **described,
         ppl=statistics.geometric_mean(ppls),
         lowest=min(ppls),
         highest=max(ppls),
-        over_base=None if base is None or _is_base(first) else perplexity_ratio(base, losses, together=documents),
+        over_base=None if base is None or is_base(first) else perplexity_ratio(base, losses, together=documents),
         pairs_kept=_mean(measured, "figures", "pairs_kept"),
         multiply_adds=_mean(measured, "figures", "multiply_adds"),
         ms=_mean(measured, "timing", "ms"),
         dense_ms=_mean(measured, "timing", "dense_ms"),
-        day=measured[0]["run"]["date"],
+        day=days.pop() if len(days) == 1 else None,
         dominance=_mean(measured, "figures", "dominance"),
         trained_parameters=first["trained_parameters"],
         leaking=any(cell["figures"]["leaking"] for cell in measured),
@@ -160,7 +160,7 @@ def _row(place: Place, name: str, cells: list[Cell], base: tuple[float, ...] | N
     )
 
 
-def _is_base(cell: Cell) -> bool:
+def is_base(cell: Cell) -> bool:
     method = cell["method"]
     return not (cell["focus"] or method["tune"] or method["attention"] != "full")
 

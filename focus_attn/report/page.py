@@ -66,8 +66,9 @@ def _headline_routed(coverage: dict[str, Any]) -> str:
         f" {dense} of {coverage['routers']} KV heads are dense: they keep everything and are in these figures. The "
         f"{routed['routers']} routed ones alone keep {_percent(mass['distant_kept'])} with "
         f"{_percent(routed['distant_pairs_kept'])} of the distant pairs, best {_percent(mass['distant_best'])}, "
-        f"random {_percent(mass['distant_random'])}; without such keys {_percent(mass['content_kept_share'])}, best "
-        f"{_percent(mass['content_best_share'])}, random {_percent(mass['content_random_share'])}."
+        f"random {_percent(mass['distant_random'])}; without the keys that act as sinks "
+        f"{_percent(mass['content_kept_share'])}, best {_percent(mass['content_best_share'])}, "
+        f"random {_percent(mass['content_random_share'])}."
     )
 
 

@@ -1,0 +1,80 @@
+"""What several runs of a comparison measured, put together: more seeds, rows that were missing, another machine."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from focus_attn.compare.store import FILE, Cell, latest, read_lines
+from focus_attn.compare.table import is_base, place_of
+
+SAME_BLOCKS = 0.1  # nats: full attention loses no more or less on a block, whatever the machine
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a run left: the cells that it keeps as it goes, or all of `--json`."""
+
+    file: Path
+    cells: list[Cell]
+    tasks: list[dict[str, Any]] = field(default_factory=list)
+    models: tuple[str, ...] = ()  # whose benchmarks these are
+    note: str | None = None  # of a quick form or a trial
+
+
+def read_run(file: Path) -> Written:
+    if not file.is_file():
+        raise ValueError(f"no such file: {str(file)!r} (a run keeps its cells in {FILE} of its --out folder)")
+    if file.suffix != ".json":
+        return Written(file, latest(read_lines(file)))
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        about = content["comparison"]
+        return Written(file, latest(content["cells"]), content["tasks"], tuple(about["models"]), about["note"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(
+            f"{str(file)!r} is not what `focus compare --json` wrote: give a file of that option"
+        ) from None
+
+
+def put_together(files: Sequence[Path], tasks: bool = True) -> Written:
+    """Of a cell that was measured more than once the last. Benchmarks and notes are those of the file that has some.
+
+    tasks: whether the benchmarks are wanted.
+    """
+    runs = [read_run(file) for file in files]
+    if not tasks:
+        runs = [replace(run, tasks=[]) for run in runs]
+    if len(noted := [run for run in runs if run.note]) and len(runs) > 1:
+        raise ValueError(f"{str(noted[0].file)!r} is noted as {noted[0].note!r}: show it by itself")
+    if len(scored := [run for run in runs if run.tasks]) > 1:
+        names = " and ".join(repr(str(run.file)) for run in scored)
+        raise ValueError(f"{names} have benchmarks, which cannot be put together: show one of them, or each by itself")
+    for earlier, run in itertools.pairwise(runs):
+        _check_same_blocks(earlier, run)
+    whole = next((run for run in runs if run.tasks or run.note), runs[0])
+    cells = latest(cell for run in runs for cell in run.cells)
+    return Written(whole.file, cells, whole.tasks, whole.models if whole.tasks else (), whole.note)
+
+
+def _check_same_blocks(earlier: Written, later: Written) -> None:
+    """Full attention tells: seeds on other blocks must not be averaged."""
+    losses = {place_of(cell): cell["figures"]["losses"] for cell in earlier.cells if _is_measured_base(cell)}
+    for cell in filter(_is_measured_base, later.cells):
+        before, now = losses.get(place_of(cell)), cell["figures"]["losses"]
+        if before is None:
+            continue
+        if len(before) != len(now) or max(abs(a - b) for a, b in zip(before, now, strict=True)) > SAME_BLOCKS:
+            raise ValueError(
+                f"{earlier.file} and {later.file} measured other blocks of {cell['data']} at {cell['length']:,} tokens "
+                f"({len(before)} and {len(now)} of them): their rows cannot be in one table. Give both runs the same "
+                "--text and --blocks"
+            )
+
+
+def _is_measured_base(cell: Cell) -> bool:
+    return "figures" in cell and is_base(cell)
