@@ -31,6 +31,9 @@ def test_quick_form_of_a_recipe(tmp_path):
     shown = focus("table10", "--show", tmp_path / "cells" / "cells.jsonl", "--json", tmp_path / "again.json")
     assert shown.exit_code == 0, shown.output
     assert json.loads((tmp_path / "again.json").read_text())["rows"] == written["rows"]
+    shown = focus("peers", "--quick", "--show", tmp_path / "cells" / "cells.jsonl", "--json", tmp_path / "quick.json")
+    assert shown.exit_code == 0, shown.output
+    assert json.loads((tmp_path / "quick.json").read_text())["comparison"]["note"] == NOTE
 
 
 def test_quick_form_of_an_adapter_beside_a_peer(tmp_path):

@@ -40,8 +40,10 @@ def test_more_seeds_join_what_was_measured_before(first, tmp_path):
 def test_other_blocks_are_not_put_together(first, tmp_path):
     for number, losses in enumerate((above(0.2), HARD[:3])):
         file = kept(tmp_path, f"{number}.jsonl", [{**cell("full", losses), "row": "full attention"}])
-        with pytest.raises(ValueError, match=r"measured other blocks of books at 64 tokens.*--blocks"):
-            put_together([first, file])
+        between = kept(tmp_path, "between.jsonl", [cell("Focus", focus=True, seed=2)])  # has no full attention
+        for files in ([first, file], [first, between, file]):
+            with pytest.raises(ValueError, match=r"measured other blocks of books at 64 tokens.*--blocks"):
+                put_together(files)
 
 
 def test_benchmarks_of_two_runs_are_not_put_together(first, tmp_path):

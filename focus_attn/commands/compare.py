@@ -96,7 +96,8 @@ def compare(
     if show:
         shown = put_together(show, comparison.tasks)
         outcome = Outcome(shown.cells, shown.tasks)
-        comparison = dataclasses.replace(comparison, note=shown.note, models=shown.models or comparison.models)
+        said: dict[str, Any] = {"note": shown.note or comparison.note, "models": shown.models or comparison.models}
+        comparison = dataclasses.replace(comparison, **said)
         if only:
             names = {method.name for method in comparison.methods}
             outcome.cells = [cell for cell in outcome.cells if cell["row"] in names]

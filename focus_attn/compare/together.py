@@ -54,8 +54,8 @@ def put_together(files: Sequence[Path], tasks: bool = True) -> Written:
     if len(scored := [run for run in runs if run.tasks]) > 1:
         names = " and ".join(repr(str(run.file)) for run in scored)
         raise ValueError(f"{names} have benchmarks, which cannot be put together: show one of them, or each by itself")
-    for earlier, run in itertools.pairwise(runs):
-        _check_same_blocks(earlier, run)
+    for earlier, later in itertools.combinations(runs, 2):
+        _check_same_blocks(earlier, later)
     whole = next((run for run in runs if run.tasks or run.note), runs[0])
     cells = latest(cell for run in runs for cell in run.cells)
     return Written(whole.file, cells, whole.tasks, whole.models if whole.tasks else (), whole.note)
