@@ -410,6 +410,22 @@ def test_a_tuned_peer_is_served_as_it_was_trained(tmp_path, monkeypatch):
     assert len(fits) == 1
 
 
+def test_a_seed_is_of_all_that_a_trained_row_draws(tmp_path):
+    """Where its centroids begin changed a Routing Transformer's perplexity by 7 %, the order of the text by 0.1 %."""
+    routing = {"attention": "routing_transformer", "options": {"num_clusters": 2, "window": 8}}
+    methods = (
+        Method(name="drawn", **routing, tune={"how": "full"}),
+        Method(name="named", attention="performer", options={"features": 4, "seed": 7}, tune={"how": "full"}),
+        Method(name="window", attention="window", options={"window": 8}, tune={"how": "full"}),
+    )
+    data = {"prose": Dataset(lengths=(96,), blocks=3)}
+    found = run(dataclasses.replace(COMPARISON, data=data, methods=methods, seeds=(0, 2)), settings(tmp_path))
+    peers = {(cell["row"], cell["seed"]): cell["peer"] for cell in found.cells if cell["row"] != "full attention"}
+    assert [f"seed={seed}" in peers["drawn", seed] for seed in (0, 2)] == [True, True]
+    assert all("seed=7" in peers["named", seed] for seed in (0, 2))
+    assert peers["window", 0] == peers["window", 2]
+
+
 def test_a_cell_measured_again_is_not_another_seed(outcome, tmp_path):
     cells = read_run(outcome[0] / FILE).cells
     with (tmp_path / FILE).open("w") as file:

@@ -4,7 +4,7 @@ multiplicative, the published one: a distant score times sigmoid(lambda * a_i . 
 additive: a distant score plus lambda * (a_i . b_j - 1), which is the hard mask for large lambda
 
 Pairs inside the window and sinks keep their score. a and b are the soft query and key assignments. By their formulas
-both take O(n²) memory; `additive.py` has a way around it.
+both take O(n²) memory; `additive.py` has a way around it, `multiplicative.py` one for devices with kernels.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from focus_attn.attention import additive
+from focus_attn.attention import additive, multiplicative
 from focus_attn.attention.reference import spread_over_heads
 from focus_attn.visibility import Pattern, Tokens, near_and_reachable
 
@@ -39,6 +39,11 @@ def soft_gated_attention(
         return additive.additive_attention(
             q, k, v, query_gate, key_gate,
             sharpness=sharpness, tokens=tokens, pattern=pattern, scale=scale, sink_logits=sink_logits,
+        )  # fmt: skip
+    if gate == "multiplicative" and (found := multiplicative.kernels_for(q, k, v, query_gate.shape[-1])) is not None:
+        return multiplicative.multiplicative_attention(
+            found, q, k, v, query_gate, key_gate,
+            sharpness=sharpness, tokens=tokens, pattern=pattern, scale=scale, softcap=softcap, sink_logits=sink_logits,
         )  # fmt: skip
     with torch.autocast(device_type=q.device.type, enabled=False):
         heads = q.shape[1]

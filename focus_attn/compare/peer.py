@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 from torch import nn
 
 from focus_attn.baselines import BASELINES, make_baseline
@@ -13,15 +16,26 @@ FULL = "full"
 FIT_BLOCKS = 8  # of training text, of the length that is measured
 
 
-def make_peer(method: Method, model: nn.Module, length: int, budget: float | None, texts: Texts) -> Baseline | None:
-    """None: the model attends itself, densely or with Focus. ValueError: the peer cannot do what the row asks."""
+def make_peer(
+    method: Method, model: nn.Module, length: int, budget: float | None, texts: Texts, seed: int = 0
+) -> Baseline | None:
+    """None: the model attends itself, densely or with Focus. ValueError: the peer cannot do what the row asks.
+
+    seed: of what the peer draws, such as where its centroids begin, unless the row names one.
+    """
     if method.is_focus or method.attention == FULL:
         return None
-    options = dict(method.options)
+    options = {**_drawn_with(seed, method.attention, budget), **method.options}
     peer = make_baseline(method.attention, budget=budget, length=length, model=model, **options)
     if isinstance(peer, FittedBaseline):
         peer.fit(model, texts.train_blocks(length, FIT_BLOCKS))
     return peer
+
+
+def _drawn_with(seed: int, attention: str, budget: float | None) -> dict[str, int]:
+    method: Any = BASELINES[attention]
+    takes_one = "seed" in inspect.signature(method if budget is None else method.within).parameters
+    return {"seed": seed} if seed and takes_one else {}
 
 
 def kind_of(method: Method) -> Kind:

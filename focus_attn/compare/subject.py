@@ -152,7 +152,7 @@ class Workshop:
         texts = self.texts[self.comparison.train_set(method)]
         blocks = texts.train_blocks(length, options["steps"] * options["sequences"])
         model = copy.deepcopy(self.model)
-        peer = make_peer(method, model, length, method.budget, texts)  # type: ignore[arg-type]
+        peer = make_peer(method, model, length, method.budget, texts, seed)  # type: ignore[arg-type]
         checkpoint = self.folder / f"{digest(self.identity(method, seed))}.pt"
         report = until(self.deadline, self.progress, f"{method.name}: training")
 

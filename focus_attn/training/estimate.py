@@ -14,7 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from focus_attn.attention.additive import SHARPEST
+from focus_attn.attention.multiplicative import KERNELS
 from focus_attn.hf import text_config
+from focus_attn.kernel_use import kernels
 from focus_attn.model import FocusModel
 from focus_attn.training.checkpoint import base_parameters
 from focus_attn.training.recipe import Recipe, Stage
@@ -81,7 +83,8 @@ def estimate_memory(
     layer = (4 if mixed else item) * 3 * width + item * (2 * (heads + kv_heads) * head_dim + 3 * inner) + assignments
     if everything:  # the inputs of linear layers, and what norms scale
         layer += item * (4 * width + inner) + (4 * 2 * width if mixed else 0)
-    if focus.gate == "multiplicative" or (focus.gate == "additive" and focus.gate_sharpness > SHARPEST):
+    by_formula = focus.gate == "multiplicative" and kernels(KERNELS, device) is None
+    if by_formula or (focus.gate == "additive" and focus.gate_sharpness > SHARPEST):
         layer += 4 * SOFT_PAIRS * heads * stage.length
     if device.type != "cuda" and item == 2:  # `stock` gives its output in fp32, rounded later
         layer += 4 * heads * head_dim

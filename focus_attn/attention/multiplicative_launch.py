@@ -1,0 +1,139 @@
+"""Launching the kernels of the multiplicative gate."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from focus_attn.attention.launch import Tile, ceil_div, in_step, lies_in_rows, power_of_2
+from focus_attn.attention.multiplicative_kernels import forward_kernel, key_grad_kernel, query_grad_kernel
+from focus_attn.kernel_use import launching_on
+from focus_attn.visibility import EVERYTHING, Pattern, Tokens
+
+WIDEST_HEAD = 256
+MOST_GROUPS = 128  # an assignment lies in one tile
+
+
+class Inputs(NamedTuple):
+    """q [B, H, Tq, D], k and v [B, Hkv, Tk, ...], a [B, R, Tq, K] with lambda in it, b [B, R, Tk, K]; a and b fp32."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    a: Tensor
+    b: Tensor
+
+
+class Gradients(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    a: Tensor  # [B, R, Tq, K], as b, summed over the heads of a router
+    b: Tensor
+
+
+class _Launch:
+    """What the three kernels are given alike."""
+
+    def __init__(self, inputs: Inputs, tokens: Tokens, pattern: Pattern, scale: float, softcap: float | None) -> None:
+        q, k, v, a, b = Inputs(*(x if lies_in_rows(x) else x.contiguous() for x in inputs))
+        self.batch, self.heads, self.queries, width = q.shape
+        self.kv_heads, self.keys, self.routers, groups = k.shape[1], k.shape[2], a.shape[1], a.shape[-1]
+        self.device, self.tile = q.device, tile_for(q, v, groups)
+        at = [x.int().contiguous() for x in (tokens.query_positions, tokens.key_positions)]
+        given = [x.int().contiguous() for x in (tokens.query_segments, tokens.key_segments) if x is not None]
+        segments = len(given) == 2
+        self.tensors = q, k, v, a.contiguous(), b.contiguous(), *at, *(given if segments else at)
+        self.strides = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3]
+        sliding = EVERYTHING if pattern.sliding_window is None else pattern.sliding_window
+        lengths = self.queries, self.keys, self.heads, self.routers
+        cap = 1.0 if softcap is None else softcap
+        self.numbers = *lengths, pattern.window, pattern.num_sinks, sliding, scale, cap
+        self.constants: dict[str, Any] = {
+            "PLAIN": tokens.plain,
+            "SEGMENTS": segments,
+            "SOFTCAP": softcap is not None,
+            "PRECISION": "ieee" if q.element_size() == 4 else "tf32",
+            "GATES": "ieee" if torch.version.hip else "tf32x3",  # fp32 all but the last digits
+            "G": self.heads // self.kv_heads,
+            "C": groups,
+            "BLOCK_C": max(16, power_of_2(groups)),
+            "D": width,
+            "DV": v.shape[-1],
+            "BLOCK_D": max(16, power_of_2(width)),
+            "BLOCK_DV": max(16, power_of_2(v.shape[-1])),
+            "num_warps": self.tile.warps,
+            "num_stages": self.tile.stages,
+        }
+
+    def room(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(self.batch, *shape, dtype=dtype, device=self.device)
+
+    def over_queries(self, kernel: Any, *given: Any) -> None:
+        grid = ceil_div(self.queries, self.tile.rows), self.heads, self.batch
+        kernel[grid](*self.tensors, *given, BLOCK_M=self.tile.rows, BLOCK_N=self.tile.keys, **self.constants)
+
+    def over_keys(self, kernel: Any, *given: Any) -> None:
+        grid = ceil_div(self.keys, self.tile.rows), self.kv_heads, self.batch
+        kernel[grid](*self.tensors, *given, BLOCK_N=self.tile.rows, BLOCK_M=self.tile.keys, **self.constants)
+
+
+def tile_for(q: Tensor, v: Tensor, groups: int) -> Tile:
+    """Rows that a program keeps its sums for, and how many of the other side it walks over at a time.
+
+    At widths of 64 ptxas finds registers for all of it so; larger tiles spill.
+    """
+    width = max(q.shape[-1], v.shape[-1], 2 * groups)
+    if width > 128 or q.element_size() == 4 or not in_step(q, v):
+        return Tile(32, 16, 4 if width <= 64 else 8, 1)
+    return Tile(64, 32, 4, 2) if width <= 64 else Tile(64, 32, 8, 1)
+
+
+def serves(q: Tensor, k: Tensor, v: Tensor, groups: int) -> bool:
+    return (
+        q.dtype == k.dtype == v.dtype
+        and q.dtype in (torch.float16, torch.bfloat16, torch.float32)
+        and max(q.shape[-1], v.shape[-1]) <= WIDEST_HEAD
+        and groups <= MOST_GROUPS
+        and q.numel() > 0
+    )
+
+
+def forward(
+    inputs: Inputs, tokens: Tokens, pattern: Pattern, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """-> out [B, H, Tq, Dv] in the dtype of v, logsumexp [B, H, Tq], -inf where a query sees nothing."""
+    launch = _Launch(inputs, tokens, pattern, scale, softcap)
+    out = launch.room(launch.heads, launch.queries, inputs.v.shape[-1], dtype=inputs.v.dtype)
+    lse = launch.room(launch.heads, launch.queries)
+    with launching_on(inputs.q.device):
+        launch.over_queries(forward_kernel, out, lse, *launch.strides, *launch.numbers)
+    return out, lse
+
+
+def backward(
+    inputs: Inputs, tokens: Tokens, pattern: Pattern, scale: float, softcap: float | None,
+    grad: Tensor, lse: Tensor, delta: Tensor,
+) -> Gradients:  # fmt: skip
+    """grad [B, H, Tq, Dv] of the output; lse and delta = grad . output [B, H, Tq], of all that is in the softmax."""
+    launch = _Launch(inputs, tokens, pattern, scale, softcap)
+    dtype, groups, width, values = inputs.q.dtype, inputs.a.shape[-1], inputs.q.shape[-1], inputs.v.shape[-1]
+    grad = grad.to(dtype)
+    grad = grad if lies_in_rows(grad) else grad.contiguous()
+    dq, dk, dv = (
+        launch.room(heads, length, n, dtype=dtype)
+        for heads, length, n in (
+            (launch.heads, launch.queries, width),
+            (launch.kv_heads, launch.keys, width),
+            (launch.kv_heads, launch.keys, values),
+        )
+    )
+    da, db = launch.room(launch.heads, launch.queries, groups), launch.room(launch.kv_heads, launch.keys, groups)
+    more = grad, lse.contiguous(), delta.contiguous()
+    given = *launch.strides, *grad.stride()[:3], *launch.numbers
+    with launching_on(inputs.q.device):
+        launch.over_keys(key_grad_kernel, *more, dk, dv, db, *given)
+        launch.over_queries(query_grad_kernel, *more, dq, da, *given)
+    return Gradients(dq, dk, dv, *(x.unflatten(1, (launch.routers, -1)).sum(2) for x in (da, db)))
