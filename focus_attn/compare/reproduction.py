@@ -15,7 +15,7 @@ from focus_attn.compare.cost import ASSUMPTIONS, estimate
 from focus_attn.compare.models import describe_model
 from focus_attn.compare.recipe import FOLDERS, Comparison, find_recipe, recipe_names
 from focus_attn.compare.store import latest
-from focus_attn.compare.table import BLOCKS, Place, Row, blocks_of, make_rows, places, verdicts
+from focus_attn.compare.table import BLOCKS, Place, Row, blocks_of, make_rows, place_of, places, verdicts
 from focus_attn.compare.tasks import task_cell
 
 ROOT = Path(__file__).parents[2]
@@ -130,7 +130,8 @@ def our_figure(
         return here[0].failed or NOT_RUN if here else NOT_RUN
     shows = entry.get("shows", "ppl")
     if shows == "dominance":
-        return "-" if here[0].dominance is None else f"largest group {here[0].dominance:.1%}"
+        mine = [cell for cell in cells if cell["row"] == entry["row"] and place_of(cell) == here[0].place]
+        return _largest_group([cell["figures"]["dominance"] for cell in mine if "figures" in cell])
     if shows != "ppl":
         groups = next(cell["groups"] for cell in cells if cell["row"] == entry["row"] and "groups" in cell)
         return _groups(groups, shows)
@@ -262,6 +263,14 @@ def _over(row: Row) -> str:
         return ""
     over = row.over_base
     return f", {over.estimate - 1:+.1%} [{over.low - 1:+.1%}, {over.high - 1:+.1%}]"
+
+
+def _largest_group(shares: Sequence[float | None]) -> str:
+    known = [share for share in shares if share is not None]
+    if not known:
+        return "-"
+    spread = f" ({min(known):.1%} to {max(known):.1%}, {len(known)} seeds)" if len(known) > 1 else ""
+    return f"largest group {sum(known) / len(known):.1%}{spread}"
 
 
 def _groups(described: Mapping[str, Any], shows: str) -> str:
