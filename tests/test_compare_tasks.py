@@ -147,3 +147,20 @@ def test_requests_are_for_one_model(comparison, requests, tmp_path):
     two = dataclasses.replace(comparison, models=("tiny", "default"))
     with pytest.raises(ValueError, match="tokens of one model"):
         run(two, settings(tmp_path, requests))
+
+
+def test_the_benchmarks_of_several_seeds_are_their_mean(comparison, requests, tmp_path):
+    window = {"attention": "window", "options": {"window": 4}}
+    tuned = Method(name="tuned", **window, tune={"how": "full", "lr": 0.05, "steps": 3, "length": 64, "sequences": 1})
+    chosen = dataclasses.replace(comparison, methods=(tuned,), seeds=(0, 1))
+    together = run(chosen, settings(tmp_path / "both", requests)).tasks
+    alone = [
+        run(dataclasses.replace(chosen, seeds=(seed,)), settings(tmp_path / str(seed), requests)).tasks
+        for seed in (0, 1)
+    ]
+    assert list(together[0]["models"]) == ["base", "tuned"]
+    assert together[0]["seeds"] == {"tuned": 2} and alone[0][0]["seeds"] == {}
+    for row, first, second in zip(together, *alone, strict=True):
+        mean = (first["models"]["tuned"]["estimate"] + second["models"]["tuned"]["estimate"]) / 2
+        assert row["models"]["tuned"]["estimate"] == pytest.approx(mean)
+        assert row["against_base"]["tuned"]["estimate"] == pytest.approx(mean - row["models"]["base"]["estimate"])

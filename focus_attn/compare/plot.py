@@ -22,7 +22,8 @@ OFF_THE_SCALE = 1.5  # times the base's perplexity: such rows are named at the u
 
 
 def plot_pareto(rows: Sequence[Row], place: Place, title: str, path: Path) -> None:
-    """A panel for each cost that was measured; the line joins the rows that nothing beats on both counts."""
+    """A panel for each cost that was measured. Dashes join the rows that nothing beats on both counts; a line through a
+    point goes from the lowest to the highest of its seeds."""
     here = [row for row in rows if row.place == place and row.ppl is not None]
     best = min(row.ppl for row in here if row.ppl is not None)
     top = OFF_THE_SCALE * next((row.ppl for row in here if row.is_base), best)  # type: ignore[operator]
@@ -77,6 +78,8 @@ def _figure(title: str, path: Path, width: float) -> Iterator[Any]:
 
 
 def _panel(axes: Any, rows: Sequence[Row], cost: str, top: float) -> None:
+    from matplotlib.lines import Line2D
+
     seen = set()
     points = [(float(getattr(row, cost)), min(row.ppl or top, top)) for row in rows]
     for row, point in zip(rows, points, strict=True):
@@ -85,6 +88,10 @@ def _panel(axes: Any, rows: Sequence[Row], cost: str, top: float) -> None:
             *point, color=_color(row), marker=MARKERS[row.kind], label=None if label in seen else label, zorder=3
         )
         seen.add(label)
+        if row.seeds > 1 and row.lowest is not None and row.highest is not None:
+            ends = min(row.lowest, top), min(row.highest, top)
+            # An artist of its own does not move the axes, which the names' places are reckoned from.
+            axes.add_artist(Line2D([point[0]] * 2, ends, color=_color(row), linewidth=1.0, alpha=0.5))
     front = pareto_front([point for row, point in zip(rows, points, strict=True) if not row.leaking])
     axes.step(*zip(*front, strict=True), where="post", color=DENSE, linewidth=0.8, linestyle="--", zorder=1)
     names = [

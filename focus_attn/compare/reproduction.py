@@ -178,7 +178,7 @@ def _still_missing(comparison: Comparison, here: Sequence[Row]) -> Iterator[str]
 
 def task_table(model: str, tasks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     names = list(tasks[0]["models"])
-    seeds = "" if any(", seed " in name for name in names) else " One seed of each row that is trained."
+    seeds = f" {_seeds_scored(names, tasks[0].get('seeds', {}))}"
     yield (
         f"{model}, benchmarks, and the difference to the base model [95 %] (of perplexities the ratio, with an x)."
         f"{seeds}\n"
@@ -191,6 +191,16 @@ def task_table(model: str, tasks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             f"{task['task']}, {task['metric']}{floor}", f"{task['n']:,}", *(task_cell(task, name) for name in names)
         )
     yield ""
+
+
+def _seeds_scored(names: Sequence[str], seeds: Mapping[str, int]) -> str:
+    if not seeds:
+        return "One seed of each row that is trained."
+    by_number: dict[int, list[str]] = {}
+    for name in names:
+        by_number.setdefault(seeds.get(name, 1), []).append(name)
+    said = (f"{number} seeds: {'; '.join(own)}" for number, own in sorted(by_number.items()) if number > 1)
+    return f"Means over seeds ({', '.join(said)}), of the others one."
 
 
 def not_run_table(name: str, comparison: Comparison) -> Iterator[str]:

@@ -123,7 +123,7 @@ class _Model:
             settings.progress,
             settings.log,
         )
-        self.score_files: dict[str, Path] = {}
+        self.score_files: dict[str, list[Path]] = {}  # of each row, by seed
         self.too_large: dict[str, None] = {}  # rows for which there was not enough memory, in order
         self.begun = 0  # cells
         self.measured = False  # any of them, in this run
@@ -184,7 +184,7 @@ class _Model:
         key = digest([*made, self.requests.digest])
         file = self.settings.folder / "scores" / f"{key}.jsonl"
         name = method.name if len(self.comparison.seeds_of(method)) == 1 else f"{method.name}, seed {seed}"
-        self.score_files[BASE if method.is_base else name] = file
+        self.score_files.setdefault(BASE if method.is_base else method.name, []).append(file)
         if is_scored(self.requests, file):
             return subject
         subject = subject or self.workshop.make(method, seed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from focus_attn.compare.subject import until
 from focus_attn.evaluation.requests import Requests
 from focus_attn.evaluation.score_file import ScoreFile, read_scores
 from focus_attn.evaluation.scoring import score
-from focus_attn.evaluation.summary import BASE, summarise
+from focus_attn.evaluation.summary import BASE, summarise_seeds
 from focus_attn.progress import Progress
 
 
@@ -45,10 +45,12 @@ def is_scored(requests: Requests, file: Path) -> bool:
     return header.get("requests") == requests.digest and len(scores) == len(requests.items)
 
 
-def task_table(requests: Requests, files: Mapping[str, Path]) -> list[dict[str, Any]]:
-    """Every metric of every task with intervals; the file called "base" is what the others are compared with."""
-    finished = {name: read_scores(file)[1] for name, file in files.items() if is_scored(requests, file)}
-    return [row.to_dict() for row in summarise(requests, finished)] if BASE in finished else []
+def task_table(requests: Requests, files: Mapping[str, Sequence[Path]]) -> list[dict[str, Any]]:
+    """Every metric of every task with intervals, mean over the files of a row's seeds; "base" is what all are compared
+    with."""
+    scored = {name: [read_scores(file)[1] for file in own if is_scored(requests, file)] for name, own in files.items()}
+    finished = {name: own for name, own in scored.items() if own}
+    return [row.to_dict() for row in summarise_seeds(requests, finished)] if BASE in finished else []
 
 
 def task_cell(row: Mapping[str, Any], name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -29,6 +29,7 @@ BASE = "base"
 TOO_FEW = "too few items to tell"
 
 Scores = Mapping[Key, Score]
+Runs = Sequence[Scores]  # of one way to train, with several seeds
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Row:
     chance: float | None
     errors_above_chance: float | None  # of the base model; None where chance has no meaning
     pairs_kept: dict[str, float]
+    seeds: dict[str, int] = field(default_factory=dict)  # of the models that are means over several
 
     @property
     def at_floor(self) -> bool:
@@ -105,15 +107,30 @@ class Kept:
 
 def summarise(requests: Requests, scores: Mapping[str, Scores], resamples: int = RESAMPLES) -> list[Row]:
     """A row for each metric of each task; the base model is the one called "base", or the first."""
+    return summarise_seeds(requests, {name: [own] for name, own in scores.items()}, resamples)
+
+
+def summarise_seeds(requests: Requests, runs: Mapping[str, Runs], resamples: int = RESAMPLES) -> list[Row]:
+    """The same where models were trained with several seeds: an item's score is the mean over them."""
+    seeds = {name: len(own) for name, own in runs.items() if len(own) > 1}
     rows = []
     for task in requests.tasks.values():
         items = [item for item in requests.items if item.task == task.name]
-        check_complete(items, scores)
-        values = {name: [MEASURES[task.measure](item, own[item.key]) for item in items] for name, own in scores.items()}
-        for metric in next(iter(values.values()))[0]:
-            columns = {name: [item_values[metric] for item_values in own] for name, own in values.items()}
+        for name, own in runs.items():
+            for scores in own:
+                check_complete(items, {name: scores})
+        measure = MEASURES[task.measure]
+        values = {
+            name: [[measure(item, scores[item.key]) for scores in own] for item in items] for name, own in runs.items()
+        }
+        for metric in next(iter(values.values()))[0][0]:
+            columns = {
+                name: [math.fsum(one[metric] for one in of_item) / len(of_item) for of_item in own]
+                for name, own in values.items()
+            }
             weights = [weight(item, metric) for item in items]
-            rows.append(_row(task, metric, items, columns, weights, scores, resamples))
+            row = _row(task, metric, items, columns, weights, runs, resamples)
+            rows.append(replace(row, seeds=seeds))
     return rows
 
 
@@ -192,10 +209,10 @@ def _row(
     items: Sequence[Item],
     columns: Mapping[str, Sequence[float]],
     weights: Sequence[float],
-    scores: Mapping[str, Scores],
+    runs: Mapping[str, Runs],
     resamples: int,
 ) -> Row:
-    base = base_of(scores)
+    base = base_of(runs)
     losses = metric in FROM_LOSSES
     one, two = (perplexity_interval, perplexity_ratio) if losses else (mean_interval, paired_difference)
     together = drawn_together(items)
@@ -214,7 +231,7 @@ def _row(
         above = errors_above(margins, 0.0, together)
     kept = {
         name: math.fsum(shares) / len(shares)
-        for name, own in scores.items()
-        if (shares := [own[item.key]["pairs_kept"] for item in items if "pairs_kept" in own[item.key]])
+        for name, own in runs.items()
+        if (shares := [one[item.key]["pairs_kept"] for one in own for item in items if "pairs_kept" in one[item.key]])
     }
     return Row(task.name, metric, len(items), models, against, losses, guessing, above, kept)
