@@ -1,14 +1,13 @@
 """Many comparisons side by side on one device, until the time is up; then put together with what there is.
 
     python benchmarks/tables.py table1+table7+long-context table8+collapse table9 table4 --at-once 4 --seconds 560 \
-        --out runs/seeds --into results/compare --seed 1 --seed 2 \
-        --text books.train=train.npy --text books.test=test.npy
+        --out runs/seeds --into results/compare --text books.train=train.npy --text books.test=test.npy
 
 A small model's training waits for the host most of the time, so that several share a GPU well. Comparisons joined by +
 run one after the other in one folder: what they train alike is trained once. The same command goes on after an
-interruption. `--into` adds what was measured (other seeds, rows that were missing) to the files of
-`focus compare --json` there. Other options are those of `focus compare`; a `--text NAME.part=PATH` goes to the
-comparisons that have a dataset NAME.
+interruption. `--into` is a folder of what `focus compare --json` wrote: what stands there is not measured again, and
+what was missing (rows, seeds) is added to it. Other options are those of `focus compare`; a `--text NAME.part=PATH`
+goes to the comparisons that have a dataset NAME.
 """
 
 from __future__ import annotations
@@ -42,9 +41,11 @@ def begin(recipe: str, folder: Path, options: argparse.Namespace, passed: Sequen
     written = options.out / f"{name_of(recipe)}.json"
     written.unlink(missing_ok=True)  # of an earlier call: the cells that it was made from are in the folder
     texts = [part for text in texts_for(recipe, options.text) for part in ("--text", text)]
+    kept = options.into and kept_for(recipe, options)
+    known = ["--known", str(kept)] if kept and kept.is_file() else []
     files = ["--out", str(folder), "--json", str(written), "--seconds", f"{seconds:.0f}"]
     with written.with_suffix(".log").open("ab") as log:
-        return subprocess.Popen([*COMPARE, recipe, *files, *texts, *passed], stdout=log, stderr=log)
+        return subprocess.Popen([*COMPARE, recipe, *files, *texts, *known, *passed], stdout=log, stderr=log)
 
 
 def run_all(groups: Sequence[Sequence[str]], options: argparse.Namespace, passed: Sequence[str]) -> dict[str, str]:
@@ -81,9 +82,13 @@ def said(written: Path, returncode: int) -> str:
     return f"{len(found['cells'])} cells; {found['stopped'] or 'whole'}"
 
 
+def kept_for(recipe: str, options: argparse.Namespace) -> Path:
+    return Path(options.into, f"{name_of(recipe)}{options.suffix}.json")
+
+
 def put_together(recipe: str, options: argparse.Namespace) -> str:
     """Under the same `--model`, for it stands in the file."""
-    new, kept = options.out / f"{name_of(recipe)}.json", options.into / f"{name_of(recipe)}{options.suffix}.json"
+    new, kept = options.out / f"{name_of(recipe)}.json", kept_for(recipe, options)
     shown = [part for file in (kept, new) if file.is_file() for part in ("--show", str(file))]
     model = [] if options.model is None else ["--model", options.model]
     answer = subprocess.run(
@@ -98,7 +103,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=3, help="processes on the device")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop then; the same command goes on")
     parser.add_argument("--out", type=Path, default=Path("runs/tables"), help="cells, trainings, tables and logs")
-    parser.add_argument("--into", type=Path, help="folder of tables to add what was measured to")
+    parser.add_argument("--into", type=Path, help="folder of tables: what they lack is measured, and added")
     parser.add_argument("--suffix", default="", help="of the files there, as in table1_gemma.json")
     parser.add_argument("--text", action="append", default=[], help="as for focus compare")
     parser.add_argument("--model", help="as for focus compare")

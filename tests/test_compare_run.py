@@ -60,6 +60,7 @@ COMPARISON = Comparison(
 
 def run(comparison, settings):
     """On a text that is quicker to read than the builtin one."""
+    settings.folder.mkdir(exist_ok=True)
     text = settings.folder / "prose.txt"
     words = "whale sea ship captain white wind wave the a of and".split()
     text.write_text(" ".join(words[(i * i) % 11] for i in range(4000)))
@@ -424,6 +425,59 @@ def test_a_seed_is_of_all_that_a_trained_row_draws(tmp_path):
     assert [f"seed={seed}" in peers["drawn", seed] for seed in (0, 2)] == [True, True]
     assert all("seed=7" in peers["named", seed] for seed in (0, 2))
     assert peers["window", 0] == peers["window", 2]
+
+
+def make_counted(monkeypatch):
+    """What is made to be measured, as (row, seed)."""
+    made, make = [], Workshop.make
+    monkeypatch.setattr(Workshop, "make", lambda self, *row: made.append((row[0].name, row[1])) or make(self, *row))
+    return made
+
+
+SEEDS = dataclasses.replace(
+    COMPARISON,
+    data={"prose": Dataset(lengths=(96,), blocks=3)},
+    methods=(Method(name="Focus", focus={}), Method(name="window", attention="window", budget="Focus")),
+)
+
+
+def test_only_what_other_runs_lack_is_measured(tmp_path, monkeypatch):
+    """A training on the same text in another order has another key: it is known by its name."""
+    known = [
+        {**cell, "key": f"{cell['key']} of another order"} if cell["row"] == "Focus" else cell
+        for cell in run(SEEDS, settings(tmp_path)).cells
+    ]
+    made = make_counted(monkeypatch)
+    more = run(dataclasses.replace(SEEDS, seeds=(0, 1)), settings(tmp_path / "more", known=known))
+    assert made == [("Focus", 1)]
+    assert [cell["key"] for cell in more.cells if cell["seed"] == 0] == [cell["key"] for cell in known]
+    assert {row.name: row.seeds for row in make_rows(more.cells)} == {"full attention": 1, "Focus": 2, "window": 1}
+
+
+def test_what_is_known_of_other_blocks_is_refused(tmp_path):
+    known = run(SEEDS, settings(tmp_path)).cells
+    fewer = dataclasses.replace(SEEDS, data={"prose": Dataset(lengths=(96,), blocks=2)})
+    with pytest.raises(ValueError, match=r"The known cells and this run measured other blocks of prose at 96 tokens"):
+        run(fewer, settings(tmp_path / "more", known=known))
+
+
+def test_an_adapter_is_known_by_its_weights_alone(tmp_path, outcome, monkeypatch):
+    folder = next(one for one in (outcome[0] / "trained").iterdir() if one.is_dir())
+    saved = dataclasses.replace(SEEDS, methods=(Method(name="saved", adapter=str(folder)),))
+    known = run(saved, settings(tmp_path)).cells
+    made = make_counted(monkeypatch)
+    run(saved, settings(tmp_path / "same", known=known))
+    assert made == []
+    trained_again = [{**cell, "key": "other weights"} if cell["row"] == "saved" else cell for cell in known]
+    run(saved, settings(tmp_path / "other", known=trained_again))
+    assert made == [("saved", 0)]
+
+
+def test_without_full_attention_nothing_is_known_by_its_name(tmp_path, monkeypatch):
+    known = [cell for cell in run(SEEDS, settings(tmp_path)).cells if cell["row"] == "Focus"]
+    made = make_counted(monkeypatch)
+    run(SEEDS, settings(tmp_path / "more", known=[{**cell, "key": "other"} for cell in known]))
+    assert made == [("full attention", 0), ("Focus", 0), ("window", 0)]
 
 
 def test_a_cell_measured_again_is_not_another_seed(outcome, tmp_path):

@@ -46,8 +46,9 @@ def test_another_seed_joins_what_was_measured_before(folder, monkeypatch, capsys
     trained = [path for path in (folder / "first" / "one+two" / "trained").iterdir() if path.is_dir()]
     assert len(trained) == 1  # by both
     shutil.copy(folder / "first" / "one.json", folder / "kept" / "one.json")
-    run(monkeypatch, "one.yaml", *common, "--out", "second", "--into", "kept", "--seed", 1)
-    assert capsys.readouterr().out == f"one: 2 cells; whole -> {Path('kept', 'one.json')}\n"
+    run(monkeypatch, "one.yaml", *common, "--out", "second", "--into", "kept", "--seeds", 2)
+    assert capsys.readouterr().out == f"one: 3 cells; whole -> {Path('kept', 'one.json')}\n"
+    assert len((folder / "second" / "one" / "cells.jsonl").read_text().splitlines()) == 1  # what was missing
     rows = {row["name"]: row for row in json.loads((folder / "kept" / "one.json").read_text())["rows"]}
     assert rows["ours"]["seeds"] == 2 and rows["full attention"]["seeds"] == 1
     assert rows["ours"]["lowest"] < rows["ours"]["highest"]

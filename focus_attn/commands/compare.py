@@ -34,6 +34,9 @@ def compare(
     requests: Annotated[Path | None, typer.Option(help="Benchmarks, from `focus eval --write-requests`.")] = None,
     seconds: Annotated[float | None, typer.Option(min=1.0, help="Stop then; the same command goes on.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of finished cells; default: runs/compare/<name>.")] = None,
+    known: Annotated[
+        list[Path] | None, typer.Option(help="Measure only what these lack: cells.jsonl, or .json of --json.")
+    ] = None,
     json_file: JsonFile = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Quality over cost: .png or .svg.")] = None,
     dtype: Dtype = "auto",
@@ -63,7 +66,14 @@ def compare(
     from focus_attn.compare.together import put_together
     from focus_attn.evaluation.requests import Requests
 
-    asked = {"--text": text, "--blocks": blocks, "--lengths": lengths, "--seeds": seeds, "--seed": seed}
+    asked = {
+        "--text": text,
+        "--blocks": blocks,
+        "--lengths": lengths,
+        "--seeds": seeds,
+        "--seed": seed,
+        "--known": known,
+    }
     comparison = Comparison.from_yaml(find_recipe(recipe))
     comparison = with_data(comparison, text or [], blocks, read_numbers("lengths", lengths) if lengths else None)
     changes: dict[str, Any] = {}
@@ -110,6 +120,7 @@ def compare(
                 read_dtype("fp32" if quick else dtype, place),
                 seconds=math.inf if seconds is None else seconds,
                 requests=None if requests is None else Requests.load(requests),
+                known=put_together(known, tasks=False).cells if known else (),
                 progress=bars,
                 log=log,
             )

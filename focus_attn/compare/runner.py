@@ -6,7 +6,7 @@ import gc
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,12 @@ from focus_attn.compare.measure import measure
 from focus_attn.compare.models import describe_model, load_model
 from focus_attn.compare.peer import kind_of, make_peer, needs_text
 from focus_attn.compare.recipe import Comparison, Method
-from focus_attn.compare.store import FILE, Cell, CellStore
+from focus_attn.compare.store import FILE, Cell, CellStore, who_and_where
 from focus_attn.compare.subject import OutOfTimeError, Subject, Workshop, digest, until
+from focus_attn.compare.table import Place
 from focus_attn.compare.tasks import is_scored, score_row, task_table
 from focus_attn.compare.timing import time_attention
+from focus_attn.compare.together import check_same_blocks
 from focus_attn.evaluation.requests import Requests
 from focus_attn.evaluation.summary import BASE
 from focus_attn.model import FocusModel
@@ -43,6 +45,7 @@ class Settings:
     dtype: torch.dtype
     seconds: float = math.inf
     requests: Requests | None = None  # of the benchmarks, where the comparison asks for them
+    known: Sequence[Cell] = ()  # of other runs, which need not be measured
     progress: Progress | None = None
     log: Callable[[str], None] = lambda line: None
 
@@ -60,7 +63,7 @@ def run(comparison: Comparison, settings: Settings) -> Outcome:
     """Measure what is missing, until it is all there or the time is up."""
     outcome = Outcome()
     deadline = time.monotonic() + settings.seconds
-    store = CellStore(settings.folder / FILE)
+    store = CellStore(settings.folder / FILE, settings.known)
     try:
         if comparison.bench is not None:
             for cell in bench_cells(comparison.bench, store, deadline, settings.log):
@@ -125,6 +128,8 @@ class _Model:
         )
         self.score_files: dict[str, list[Path]] = {}  # of each row, by seed
         self.too_large: dict[str, None] = {}  # rows for which there was not enough memory, in order
+        self.known = {who_and_where(cell): cell for cell in settings.known}
+        self.same_blocks: set[Place] = set()  # where known cells were measured on the blocks of this run
         self.begun = 0  # cells
         self.measured = False  # any of them, in this run
         self.costs: dict[tuple[str, _Place], float] = {}  # (row, place) -> share, for rows of equal cost
@@ -151,15 +156,18 @@ class _Model:
         subject: Subject | None = None
         for place in self._places():
             self.begun += 1
-            key = self._key(method, place, seed)
-            if key not in self.store:
-                if time.monotonic() > self.deadline:
-                    raise OutOfTimeError
-                subject = subject or self.workshop.make(method, seed)
-                self.store.put(key, self._measured(method, subject, place, seed))
-                self.measured = True
-            # Names are for people: a row that was renamed is not measured again.
-            cell = self.store[key] | {"row": method.name, "data": place.data}
+            cell = self._known(method, place, seed)
+            if cell is None:
+                if (key := self._key(method, place, seed)) not in self.store:
+                    if time.monotonic() > self.deadline:
+                        raise OutOfTimeError
+                    subject = subject or self.workshop.make(method, seed)
+                    self.store.put(key, self._measured(method, subject, place, seed))
+                    self.measured = True
+                # Names are for people: a row that was renamed is not measured again.
+                cell = self.store[key] | {"row": method.name, "data": place.data}
+                if method.is_base and self.settings.known:
+                    self.same_blocks |= check_same_blocks(self.settings.known, [cell], "The known cells and this run")
             if subject is not None:
                 where = f"{describe_model(self.name)}, {place.data}, {place.length:,}"
                 self.settings.log(f"{self.begun}/{self.total} {where}: {one_line(cell)}")
@@ -171,6 +179,14 @@ class _Model:
         if subject is not None and subject.model is not self.workshop.model:  # a copy, whose memory the next one needs
             del subject
             self._free_memory()
+
+    def _known(self, method: Method, place: _Place, seed: int) -> Cell | None:
+        """By its name, once full attention has shown that the blocks are the same: the digest of a training is of the
+        order of its text too. An adapter is known by its digest alone, for its name says nothing of its weights."""
+        at = Place(describe_model(self.name), place.data, place.length)
+        if at not in self.same_blocks or method.adapter is not None:
+            return None
+        return self.known.get((*at, method.name, seed))
 
     def _free_memory(self) -> None:
         gc.collect()

@@ -16,13 +16,13 @@ FILE = "cells.jsonl"
 
 
 class CellStore:
-    """Cells by the digest of all that defines them."""
+    """Cells by the digest of all that defines them: those of the file, and `known` ones of other runs."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, known: Iterable[Cell] = ()) -> None:
         self.path = path
-        self.cells: dict[str, Cell] = {}
+        self.cells: dict[str, Cell] = {cell["key"]: cell for cell in known}
         if path.is_file():
-            self.cells = {cell["key"]: cell for cell in read_lines(path)}
+            self.cells |= {cell["key"]: cell for cell in read_lines(path)}
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def __contains__(self, key: str) -> bool:
@@ -42,8 +42,12 @@ class CellStore:
 
 def latest(cells: Iterable[Cell]) -> list[Cell]:
     """Each row, place and seed once: what was measured again, under other settings perhaps, is not another seed."""
-    places = ("model", "data", "length", "row", "seed")
-    return list({tuple(cell.get(name) for name in places): cell for cell in cells}.values())
+    return list({who_and_where(cell): cell for cell in cells}.values())
+
+
+def who_and_where(cell: Cell) -> tuple[Any, ...]:
+    """What a cell is of, as people name it."""
+    return tuple(cell.get(name) for name in ("model", "data", "length", "row", "seed"))
 
 
 def read_lines(path: Path) -> list[Cell]:

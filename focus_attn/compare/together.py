@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from focus_attn.compare.store import FILE, Cell, latest, read_lines
-from focus_attn.compare.table import is_base, place_of
+from focus_attn.compare.table import Place, is_base, place_of
 
 SAME_BLOCKS = 0.1  # nats: full attention loses no more or less on a block, whatever the machine
 
@@ -55,25 +55,32 @@ def put_together(files: Sequence[Path], tasks: bool = True) -> Written:
         names = " and ".join(repr(str(run.file)) for run in scored)
         raise ValueError(f"{names} have benchmarks, which cannot be put together: show one of them, or each by itself")
     for earlier, later in itertools.combinations(runs, 2):
-        _check_same_blocks(earlier, later)
+        check_same_blocks(earlier.cells, later.cells, f"{earlier.file} and {later.file}")
     whole = next((run for run in runs if run.tasks or run.note), runs[0])
     cells = latest(cell for run in runs for cell in run.cells)
     return Written(whole.file, cells, whole.tasks, whole.models if whole.tasks else (), whole.note)
 
 
-def _check_same_blocks(earlier: Written, later: Written) -> None:
-    """Full attention tells: seeds on other blocks must not be averaged."""
-    losses = {place_of(cell): cell["figures"]["losses"] for cell in earlier.cells if _is_measured_base(cell)}
-    for cell in filter(_is_measured_base, later.cells):
+def check_same_blocks(earlier: Iterable[Cell], later: Iterable[Cell], whose: str) -> set[Place]:
+    """Full attention tells where both measured the same blocks. ValueError: rows on other blocks do not belong in one
+    table.
+
+    whose: the two runs, as in "a.json and b.json".
+    """
+    same = set()
+    losses = {place_of(cell): cell["figures"]["losses"] for cell in earlier if _is_measured_base(cell)}
+    for cell in filter(_is_measured_base, later):
         before, now = losses.get(place_of(cell)), cell["figures"]["losses"]
         if before is None:
             continue
         if len(before) != len(now) or max(abs(a - b) for a, b in zip(before, now, strict=True)) > SAME_BLOCKS:
             raise ValueError(
-                f"{earlier.file} and {later.file} measured other blocks of {cell['data']} at {cell['length']:,} tokens "
+                f"{whose} measured other blocks of {cell['data']} at {cell['length']:,} tokens "
                 f"({len(before)} and {len(now)} of them): their rows cannot be in one table. Give both runs the same "
                 "--text and --blocks"
             )
+        same.add(place_of(cell))
+    return same
 
 
 def _is_measured_base(cell: Cell) -> bool:
