@@ -18,7 +18,9 @@ from focus_attn.baselines.routing_transformer import RoutingTransformer
 from focus_attn.baselines.seam import use_baseline
 from focus_attn.compare import Comparison, Dataset, Method, timing
 from focus_attn.compare.bench import bench_cells
+from focus_attn.compare.data import Texts
 from focus_attn.compare.measure import measure
+from focus_attn.compare.peer import drawn_with
 from focus_attn.compare.runner import Settings
 from focus_attn.compare.runner import run as run_comparison
 from focus_attn.compare.store import FILE, CellStore
@@ -55,6 +57,12 @@ COMPARISON = Comparison(
         Method(name="LoRA", tune={"how": "lora", "rank": 2, "target_modules": ["q_proj"]}),
         Method(name="tuned window", attention="window", options={"window": 8}, tune={"how": "full"}),
     ),
+)
+
+SEEDS = dataclasses.replace(
+    COMPARISON,
+    data={"prose": Dataset(lengths=(96,), blocks=3)},
+    methods=(Method(name="Focus", focus={}), Method(name="window", attention="window", budget="Focus")),
 )
 
 
@@ -412,19 +420,39 @@ def test_a_tuned_peer_is_served_as_it_was_trained(tmp_path, monkeypatch):
 
 
 def test_a_seed_is_of_all_that_a_trained_row_draws(tmp_path):
-    """Where its centroids begin changed a Routing Transformer's perplexity by 7 %, the order of the text by 0.1 %."""
-    routing = {"attention": "routing_transformer", "options": {"num_clusters": 2, "window": 8}}
+    """Where its centroids begin changes a Routing Transformer."""
+    routing = {"attention": "routing_transformer", "tune": {"how": "full"}}
     methods = (
-        Method(name="drawn", **routing, tune={"how": "full"}),
+        Method(name="drawn", options={"num_clusters": 2, "window": 8}, **routing),
+        Method(name="at a cost", budget=0.9, **routing),
+        Method(name="features at a cost", attention="performer", budget=0.9, tune={"how": "full"}),
         Method(name="named", attention="performer", options={"features": 4, "seed": 7}, tune={"how": "full"}),
         Method(name="window", attention="window", options={"window": 8}, tune={"how": "full"}),
     )
-    data = {"prose": Dataset(lengths=(96,), blocks=3)}
-    found = run(dataclasses.replace(COMPARISON, data=data, methods=methods, seeds=(0, 2)), settings(tmp_path))
+    comparison = dataclasses.replace(SEEDS, methods=methods, seeds=(0, 2))
+    found = run(comparison, settings(tmp_path))
     peers = {(cell["row"], cell["seed"]): cell["peer"] for cell in found.cells if cell["row"] != "full attention"}
-    assert [f"seed={seed}" in peers["drawn", seed] for seed in (0, 2)] == [True, True]
+    for name in ("drawn", "at a cost", "features at a cost"):
+        assert [f"seed={seed}" in peers[name, seed] for seed in (0, 2)] == [True, True], name
     assert all("seed=7" in peers["named", seed] for seed in (0, 2))
     assert peers["window", 0] == peers["window", 2]
+
+
+def test_what_was_drawn_is_part_of_what_a_row_is(tmp_path):
+    """Weights trained under one draw of a peer must not be served under another."""
+    routing = {"attention": "routing_transformer", "options": {"num_clusters": 2, "window": 8}}
+    drawn = Method(name="drawn", **routing, tune={"how": "full"})
+    window = Method(name="window", attention="window", options={"window": 8}, tune={"how": "full"})
+    named = dataclasses.replace(drawn, options={**routing["options"], "seed": 7})
+    assert [drawn_with(one, 2) for one in (drawn, window, named)] == [{"seed": 2}, {}, {}]
+    assert drawn_with(drawn, 0) == {}  # what was measured before stands
+    text = tmp_path / "prose.txt"
+    text.write_text("the whale is white and the sea is wide. " * 400)
+    model, tokenizer = tiny_random_model()
+    texts = {"prose": Texts(Dataset(test=str(text)), tokenizer, model.get_output_embeddings().weight.shape[0])}
+    workshop = Workshop(COMPARISON, "tiny", model, texts, tmp_path)
+    assert workshop.identity(drawn, 2)["drawn_with"] == {"seed": 2}
+    assert "drawn_with" not in workshop.identity(drawn, 0) | workshop.identity(window, 2)
 
 
 def make_counted(monkeypatch):
@@ -432,13 +460,6 @@ def make_counted(monkeypatch):
     made, make = [], Workshop.make
     monkeypatch.setattr(Workshop, "make", lambda self, *row: made.append((row[0].name, row[1])) or make(self, *row))
     return made
-
-
-SEEDS = dataclasses.replace(
-    COMPARISON,
-    data={"prose": Dataset(lengths=(96,), blocks=3)},
-    methods=(Method(name="Focus", focus={}), Method(name="window", attention="window", budget="Focus")),
-)
 
 
 def test_only_what_other_runs_lack_is_measured(tmp_path, monkeypatch):

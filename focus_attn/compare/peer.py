@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-from typing import Any
-
 from torch import nn
 
 from focus_attn.baselines import BASELINES, make_baseline
 from focus_attn.baselines.seam import Baseline, FittedBaseline, Kind
 from focus_attn.compare.data import Texts
-from focus_attn.compare.recipe import Method
+from focus_attn.compare.recipe import Method, options_of
 
 FULL = "full"
 FIT_BLOCKS = 8  # of training text, of the length that is measured
@@ -25,17 +22,18 @@ def make_peer(
     """
     if method.is_focus or method.attention == FULL:
         return None
-    options = {**_drawn_with(seed, method.attention, budget), **method.options}
+    options = {**drawn_with(method, seed), **method.options}
     peer = make_baseline(method.attention, budget=budget, length=length, model=model, **options)
     if isinstance(peer, FittedBaseline):
         peer.fit(model, texts.train_blocks(length, FIT_BLOCKS))
     return peer
 
 
-def _drawn_with(seed: int, attention: str, budget: float | None) -> dict[str, int]:
-    method: Any = BASELINES[attention]
-    takes_one = "seed" in inspect.signature(method if budget is None else method.within).parameters
-    return {"seed": seed} if seed and takes_one else {}
+def drawn_with(method: Method, seed: int) -> dict[str, int]:
+    """The seed, if it is not the usual one, where the row's peer draws something and the row names no seed for it."""
+    if not seed or method.is_focus or method.attention == FULL or "seed" in method.options:
+        return {}
+    return {"seed": seed} if "seed" in options_of(method.attention, method.budget is not None) else {}
 
 
 def kind_of(method: Method) -> Kind:

@@ -209,7 +209,7 @@ class _Model:
         longest = max(map(self.requests.length, self.requests.items))
         assert not isinstance(method.budget, str)  # `Comparison` refuses it
         try:
-            peer = self._peer(method, subject, longest, method.budget)
+            peer = self._peer(method, subject, longest, method.budget, seed)
         except ValueError as error:  # as in `_measured`
             self.settings.log(f"{name}: no tasks: {error}")
             return subject
@@ -240,10 +240,10 @@ class _Model:
         }
         return digest(identity)
 
-    def _peer(self, method: Method, subject: Subject, length: int, budget: float | None) -> Baseline | None:
+    def _peer(self, method: Method, subject: Subject, length: int, budget: float | None, seed: int) -> Baseline | None:
         if subject.peer is not None and budget is None:  # served as it was trained
             return subject.peer
-        return make_peer(method, subject.model, length, budget, self._train_texts(method))
+        return make_peer(method, subject.model, length, budget, self._train_texts(method), seed)
 
     def _train_texts(self, method: Method) -> Texts:
         return self.texts[self.comparison.train_set(method)]
@@ -280,7 +280,7 @@ class _Model:
         if method.budget is not None and cell["budget"] is None:
             return cell | {"failed": f"what {method.budget!r} costs here is not known"}
         try:
-            peer = self._peer(method, subject, place.length, cell["budget"])
+            peer = self._peer(method, subject, place.length, cell["budget"], seed)
         except ValueError as error:  # a cost it cannot come down to, or a use it is not made for
             return cell | {"failed": str(error)}
         what = f"{self.begun}/{self.total} {method.name}, {place.data}, {place.length:,}"

@@ -19,7 +19,7 @@ from torch import nn
 from focus_attn.adapters import CONFIG_FILE, adapter_digest
 from focus_attn.baselines.seam import Baseline, use_baseline
 from focus_attn.compare.data import Texts
-from focus_attn.compare.peer import make_peer
+from focus_attn.compare.peer import drawn_with, make_peer
 from focus_attn.compare.recipe import Comparison, Method, merged, plain
 from focus_attn.config import FocusConfig
 from focus_attn.model import FocusModel
@@ -109,6 +109,8 @@ class Workshop:
             made["adapter"] = [described["weights_sha256"], described["config"]]
         elif method.tune is not None:
             made |= {"tuning": tuning_options(self.comparison, method), "text": texts.train.digest, "seed": seed}
+            if drawn := drawn_with(method, seed):
+                made["drawn_with"] = drawn
         return plain(made)
 
     def _train_focus(self, method: Method, seed: int) -> Subject:
