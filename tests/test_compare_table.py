@@ -154,6 +154,19 @@ def test_plot_is_drawn(tmp_path):
     assert "keeps every pair" in drawn
 
 
+def test_seeds_are_drawn_from_end_to_end_and_said_where_they_leave_the_panel(tmp_path):
+    pytest.importorskip("matplotlib")
+    seeds = [cell("Focus", above(over), focus=True, seed=seed) for seed, over in enumerate((-0.3, 1.0))]
+    one = cell("window", above(0.1))
+    plot_pareto(make_rows([FULL, *seeds, one]), AT, "title", tmp_path / "pareto.svg")
+    drawn = (tmp_path / "pareto.svg").read_text()
+    highest = max(cell["figures"]["ppl"] for cell in seeds)
+    assert f"▲ {highest:.3g}" in drawn and drawn.count("▲") == 2  # a panel for each cost
+    ends = [(point - 1.0, point + 4.0) for point in (1.0, 2.0, 3.0)]
+    heights = label_heights([(1.0, 1.0), (2.0, 2.0), (4.0, 3.0)], ["a", "b", "c"], ends)
+    assert heights == pytest.approx([0.1 + 0.8 * share for share in (1 / 7, 2 / 7, 3 / 7)])  # of what is drawn, 0 to 7
+
+
 def test_without_times_there_is_one_panel_and_curves_are_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     timed = [FULL, cell("softmax", focus=True), cell("Sinkhorn", focus=True)]
@@ -181,7 +194,7 @@ def test_many_curves_are_told_apart(tmp_path):
 
 def test_names_of_neighbours_do_not_cover_each_other():
     same = [(0.2, 20.0), (0.2, 20.001), (0.2, 20.002), (0.9, 20.001), (0.2, 25.0)]
-    heights = label_heights(same, ["a name"] * 5)
+    heights = label_heights(same, ["a name"] * 5, [(ppl, ppl) for _, ppl in same])
     stacked = sorted(heights[:3])
     assert all(after - before >= 0.0349 for before, after in itertools.pairwise(stacked))
     assert heights[3] == pytest.approx(0.1, abs=1e-3)
@@ -190,7 +203,9 @@ def test_names_of_neighbours_do_not_cover_each_other():
 
 def test_long_names_go_over_the_points_they_would_cover():
     points = [(0.1, 20.0), (0.3, 20.0), (1.0, 30.0)]
-    short, long = (label_heights(points, [name, "b", "c"])[0] for name in ("a", "a" * 60))
+    short, long = (
+        label_heights(points, [name, "b", "c"], [(ppl, ppl) for _, ppl in points])[0] for name in ("a", "a" * 60)
+    )
     assert short == pytest.approx(0.1) and long == pytest.approx(0.135)
 
 

@@ -78,8 +78,6 @@ def _figure(title: str, path: Path, width: float) -> Iterator[Any]:
 
 
 def _panel(axes: Any, rows: Sequence[Row], cost: str, top: float) -> None:
-    from matplotlib.lines import Line2D
-
     seen = set()
     points = [(float(getattr(row, cost)), min(row.ppl or top, top)) for row in rows]
     for row, point in zip(rows, points, strict=True):
@@ -88,17 +86,21 @@ def _panel(axes: Any, rows: Sequence[Row], cost: str, top: float) -> None:
             *point, color=_color(row), marker=MARKERS[row.kind], label=None if label in seen else label, zorder=3
         )
         seen.add(label)
-        if row.seeds > 1 and row.lowest is not None and row.highest is not None:
-            ends = min(row.lowest, top), min(row.highest, top)
-            # An artist of its own does not move the axes, which the names' places are reckoned from.
-            axes.add_artist(Line2D([point[0]] * 2, ends, color=_color(row), linewidth=1.0, alpha=0.5))
+    ends = [_seed_ends(row, point[1], top) for row, point in zip(rows, points, strict=True)]
+    for row, point, (lowest, highest) in zip(rows, points, ends, strict=True):
+        axes.plot([point[0]] * 2, [lowest, highest], color=_color(row), linewidth=1.0, alpha=0.5)
+        if (row.highest or 0.0) > top > point[1]:
+            axes.annotate(  # above the names of the rows that stand there
+                f"▲ {row.highest:.3g}", (point[0], top), xytext=(0, 7), textcoords="offset points", fontsize=7,
+                color=_color(row), ha="center",
+            )  # fmt: skip
     front = pareto_front([point for row, point in zip(rows, points, strict=True) if not row.leaking])
     axes.step(*zip(*front, strict=True), where="post", color=DENSE, linewidth=0.8, linestyle="--", zorder=1)
     names = [
         (row.name if point[1] < top else f"{row.name}: {row.ppl:.3g}") + (" (looks ahead)" if row.leaking else "")
         for row, point in zip(rows, points, strict=True)
     ]
-    for row, name, point, height in zip(rows, names, points, label_heights(points, names), strict=True):
+    for row, name, point, height in zip(rows, names, points, label_heights(points, names, ends), strict=True):
         axes.annotate(
             name,
             point,
@@ -116,10 +118,23 @@ def _color(row: Row) -> str:
     return FOCUS if row.is_focus else COLORS[row.kind]
 
 
-def label_heights(points: Sequence[tuple[float, float]], names: Sequence[str]) -> list[float]:
-    """How high the names stand, as shares of the panel, so that they cover neither each other nor points."""
-    x = _shares([math.log(cost) for cost, _ in points], SIDE_MARGIN)
-    y = _shares([ppl for _, ppl in points], MARGIN)
+def _seed_ends(row: Row, ppl: float, top: float) -> tuple[float, float]:
+    """The lowest and the highest of a row's seeds, as far as the panel reaches."""
+    if row.seeds == 1 or row.lowest is None or row.highest is None:
+        return ppl, ppl
+    return min(row.lowest, top), min(row.highest, top)
+
+
+def label_heights(
+    points: Sequence[tuple[float, float]], names: Sequence[str], ends: Sequence[tuple[float, float]]
+) -> list[float]:
+    """How high the names stand, as shares of the panel, so that they cover neither each other nor points.
+
+    ends: what else is drawn above and below each point.
+    """
+    logs = [math.log(cost) for cost, _ in points]
+    x = _shares(logs, SIDE_MARGIN, logs)
+    y = _shares([ppl for _, ppl in points], MARGIN, [end for both in ends for end in both])
     heights = list(y)
     placed: list[int] = []
     for index in sorted(range(len(points)), key=lambda index: y[index]):
@@ -136,9 +151,9 @@ def label_heights(points: Sequence[tuple[float, float]], names: Sequence[str]) -
     return heights
 
 
-def _shares(values: Sequence[float], margin: float) -> list[float]:
-    """Where values stand between the margins of a panel."""
-    low, extent = min(values), (max(values) - min(values)) or 1.0
+def _shares(values: Sequence[float], margin: float, drawn: Sequence[float]) -> list[float]:
+    """Where values stand between the margins of a panel that shows all that is drawn."""
+    low, extent = min(drawn), (max(drawn) - min(drawn)) or 1.0
     return [margin + (1 - 2 * margin) * (value - low) / extent for value in values]
 
 

@@ -16,7 +16,7 @@ from focus_attn.compare.models import describe_model
 from focus_attn.compare.recipe import FOLDERS, Comparison, find_recipe, recipe_names
 from focus_attn.compare.store import latest
 from focus_attn.compare.table import BLOCKS, Place, Row, blocks_of, make_rows, place_of, places, verdicts
-from focus_attn.compare.tasks import task_cell
+from focus_attn.compare.tasks import task_cell, task_heading
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reproduction.md"
@@ -40,7 +40,11 @@ compared across the columns, only what a method does to its own base model.
   documents, each with all its blocks (WikiText is one document, and Gemma's table 7 and Python's documentation do not
   say whose their blocks are: of the blocks alone there, which makes narrower intervals). Where rows were trained with
   several seeds, the range of the seeds stands beside the mean; where the recipe asks for more seeds than were trained,
-  a line under the table says so. An interval of one seed is of the text alone: another seed may lie outside it.
+  a line under the table says so. An interval is of the text alone, for the mean of the seeds that were run: a single
+  seed, one of these or another, may lie outside it.
+- Seeds of a row were partly trained on different days, with the program as it was then. What differs between them is
+  the seed, the order of the text, and whatever the program and the GPU's rounding add: it is the spread of a training
+  run anew, not of the seed alone.
 - Multiply-adds are a share of full causal attention, selection and routers included. Times are of one layer's attention
   as implemented here, called eagerly: most peers are plain PyTorch under a mask, so multiply-adds are fairer to them.
   Where a table's rows were measured on several days, their times differ by the machine and the kernels of the day too,
@@ -136,7 +140,8 @@ def our_figure(
         groups = next(cell["groups"] for cell in cells if cell["row"] == entry["row"] and "groups" in cell)
         return _groups(groups, shows)
     if entry.get("over") == "lengths":
-        return " / ".join(f"{row.ppl:.2f}" for row in sorted(here, key=lambda row: row.place.length))
+        by_length = sorted(here, key=lambda row: row.place.length)
+        return " / ".join(f"{row.ppl:.2f}{_range(row) and f' ({_range(row)})'}" for row in by_length)
     return f"{_ppl(here[0])}{_over(here[0])}"
 
 
@@ -178,12 +183,12 @@ def _still_missing(comparison: Comparison, here: Sequence[Row]) -> Iterator[str]
 
 def task_table(model: str, tasks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     names = list(tasks[0]["models"])
-    seeds = f" {_seeds_scored(names, tasks[0].get('seeds', {}))}"
+    several = "Rows of several seeds say so: an item's score is the mean over them."
     yield (
-        f"{model}, benchmarks, and the difference to the base model [95 %] (of perplexities the ratio, with an x)."
-        f"{seeds}\n"
+        f"{model}, benchmarks, and the difference to the base model [95 %] (of perplexities the ratio, with an x). "
+        f"{several if tasks[0].get('seeds') else 'One seed of each row that is trained.'}\n"
     )
-    yield _line("task", "n", *names)
+    yield _line("task", "n", *(task_heading(tasks[0], name) for name in names))
     yield _line("---", *["--:"] * (1 + len(names)))
     for task in tasks:
         floor = " (base at chance: not counted)" if task["at_floor"] else ""
@@ -191,16 +196,6 @@ def task_table(model: str, tasks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             f"{task['task']}, {task['metric']}{floor}", f"{task['n']:,}", *(task_cell(task, name) for name in names)
         )
     yield ""
-
-
-def _seeds_scored(names: Sequence[str], seeds: Mapping[str, int]) -> str:
-    if not seeds:
-        return "One seed of each row that is trained."
-    by_number: dict[int, list[str]] = {}
-    for name in names:
-        by_number.setdefault(seeds.get(name, 1), []).append(name)
-    said = (f"{number} seeds: {'; '.join(own)}" for number, own in sorted(by_number.items()) if number > 1)
-    return f"Means over seeds ({', '.join(said)}), of the others one."
 
 
 def not_run_table(name: str, comparison: Comparison) -> Iterator[str]:
@@ -264,8 +259,14 @@ def _cells(row: Row) -> list[str]:
 
 
 def _ppl(row: Row) -> str:
-    spread = f" ({row.lowest:.2f} to {row.highest:.2f}, {row.seeds} seeds)" if row.seeds > 1 else ""
-    return f"{row.ppl:.2f}{spread}"
+    about = ", ".join(part for part in (_range(row), f"{row.seeds} seeds") if part)
+    return f"{row.ppl:.2f} ({about})" if row.seeds > 1 else f"{row.ppl:.2f}"
+
+
+def _range(row: Row) -> str:
+    """Of the seeds, where it can be seen."""
+    lowest, highest = f"{row.lowest:.2f}", f"{row.highest:.2f}"
+    return f"{lowest} to {highest}" if lowest != highest else ""
 
 
 def _over(row: Row) -> str:

@@ -53,6 +53,12 @@ def task_table(requests: Requests, files: Mapping[str, Sequence[Path]]) -> list[
     return [row.to_dict() for row in summarise_seeds(requests, finished)] if BASE in finished else []
 
 
+def task_heading(row: Mapping[str, Any], name: str) -> str:
+    """Over the cells of a row of the comparison."""
+    seeds = row.get("seeds", {}).get(name, 1)
+    return name if seeds == 1 else f"{name} ({seeds} seeds)"
+
+
 def task_cell(row: Mapping[str, Any], name: str) -> str:
     """The score of a row of the comparison and how it stands to the base's, as text."""
     score, against = f"{row['models'][name]['estimate']:.3g}", row["against_base"].get(name)

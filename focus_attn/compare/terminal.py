@@ -13,7 +13,7 @@ from rich.table import Table
 from focus_attn.compare.recipe import Comparison
 from focus_attn.compare.runner import Outcome
 from focus_attn.compare.table import BLOCKS, Place, Row, blocks_of, make_rows, places, verdicts
-from focus_attn.compare.tasks import task_cell
+from focus_attn.compare.tasks import task_cell, task_heading
 
 COLUMNS = ("method", "PPL", "over full [95 %]", "pairs", "mult-adds", "ms", "x dense", "largest group", "trained")
 
@@ -104,7 +104,7 @@ def task_table(tasks: Sequence[dict[str, Any]]) -> Table:
         title_justify="left",
         header_style="bold",
     )
-    for column in ("task", "n", *names):
+    for column in ("task", "n", *(task_heading(tasks[0], name) for name in names)):
         table.add_column(escape(column), justify="left" if column == "task" else "right")
     for row in tasks:
         floor = " (base at chance)" if row["at_floor"] else ""
