@@ -52,6 +52,7 @@ def attend(state: FocusState, layer: FocusLayer, call: FocusCall, inputs: Attent
                 scale=inputs.scale,
                 softcap=inputs.softcap,
                 sink_logits=inputs.sink_logits,
+                backend=config.backend,
             )
     if config.always_dense and gates is None:  # every pair shares a group: plain causal attention, in one call
         pattern = replace(pattern, window=EVERYTHING)

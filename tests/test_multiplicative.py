@@ -1,5 +1,6 @@
 """The multiplicative gate's kernels against its formula: on the GPU where there is one, else in the interpreter."""
 
+import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -135,6 +136,36 @@ def test_what_no_kernel_is_for_goes_by_the_formula():
     assert multiplicative.kernels_for(q, q, q, 200) is None
     wide = torch.randn(1, 2, 5, 512, device=DEVICE)
     assert multiplicative.kernels_for(wide, wide, q, 4) is None
+
+
+def test_one_row_of_positions_is_that_of_every_text(small_tiles):
+    inputs, options, real = made()
+    one = options["tokens"]
+    options["tokens"] = one._replace(query_positions=one.query_positions[:1], key_positions=one.key_positions[:1])
+    for got, want in zip(*(run(attend, inputs, options, real) for attend in (by_kernels, by_formula)), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("room", [232448, 163 * 1024, 99 * 1024])
+def test_kernels_fit_into_the_shared_memory_of_devices(room, monkeypatch):
+    monkeypatch.setattr(multiplicative_launch, "shared_memory", lambda device: room)
+    for item, width, groups in itertools.product((2, 4), (64, 128, 256), (8, 128)):
+        assert multiplicative_launch.has_room(width, item, groups, torch.device(DEVICE))
+    assert not multiplicative_launch.has_room(512, 2, 8, torch.device(DEVICE))
+    monkeypatch.setattr(multiplicative_launch, "shared_memory", lambda device: 2**14)
+    q = torch.randn(1, 2, 5, 256, device=DEVICE)
+    assert multiplicative.kernels_for(q, q, q, 8) is None
+
+
+@pytest.mark.filterwarnings("ignore:a soft gate")
+@pytest.mark.parametrize(("backend", "launches"), [("reference", 0), ("stock", 0), ("triton", 2), ("auto", 2)])
+def test_the_backend_that_was_asked_for_is_taken(backend, launches, monkeypatch):
+    launched = []
+    forward = multiplicative_launch.forward
+    monkeypatch.setattr(multiplicative_launch, "forward", lambda *a: launched.append(a) or forward(*a))
+    model = focus("llama", FocusConfig.paper(num_groups=4, window=3, backend=backend)).to(DEVICE).train()
+    model(tokens(length=20).to(DEVICE))
+    assert len(launched) == launches
 
 
 def test_a_second_derivative_is_refused():

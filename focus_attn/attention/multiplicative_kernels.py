@@ -2,7 +2,8 @@
 
 A distant score is multiplied by sigmoid(a_i . b_j), a being lambda times the query's assignment; near ones stay as they
 are. Three kernels: the forward over the queries, and backward over the keys (dk, dv, db) and over the queries (dq, da).
-The backward makes the scores anew from the logsumexp, so that nothing is kept for a pair.
+The backward makes the scores anew from the logsumexp, so that nothing is kept for a pair. a and b are C wide, a power
+of two that holds the groups: what is beyond them is 0.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def forward_kernel(
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
     num_queries, num_keys, heads, routers, window, num_sinks, sliding, scale, softcap,
     PLAIN: tl.constexpr, SEGMENTS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, GATES: tl.constexpr,
-    G: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr,
+    G: tl.constexpr, C: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -83,7 +84,7 @@ def forward_kernel(
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     kv_head, router = head // G, head * routers // heads
     q = _rows(Q + batch * q_batch + head * q_head, begin, num_queries, q_token, D, BLOCK_D, BLOCK_M)
-    a = _rows(A + (batch * routers + router) * num_queries * C, begin, num_queries, C, C, BLOCK_C, BLOCK_M)
+    a = _rows(A + (batch * routers + router) * num_queries * C, begin, num_queries, C, C, C, BLOCK_M)
     query_at = _numbers(QUERY_AT + batch * num_queries, begin, num_queries, -1, BLOCK_M)
     query_in = _numbers(QUERY_IN + batch * num_queries, begin, num_queries, -1, BLOCK_M) if SEGMENTS else query_at
     K += batch * k_batch + kv_head * k_head
@@ -95,7 +96,7 @@ def forward_kernel(
     last = tl.minimum(begin + BLOCK_M + num_keys - num_queries, num_keys) if PLAIN else num_keys
     for start in tl.range(0, last, BLOCK_N):
         k = _rows(K, start, num_keys, k_token, D, BLOCK_D, BLOCK_N)
-        b = _rows(B, start, num_keys, C, C, BLOCK_C, BLOCK_N)
+        b = _rows(B, start, num_keys, C, C, C, BLOCK_N)
         key_at = _numbers(KEY_AT + batch * num_keys, start, num_keys, -1, BLOCK_N)
         key_in = _numbers(KEY_IN + batch * num_keys, start, num_keys, -1, BLOCK_N) if SEGMENTS else key_at
         _, _, _, x = _gated(
@@ -125,7 +126,7 @@ def key_grad_kernel(
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, do_batch, do_head, do_token,
     num_queries, num_keys, heads, routers, window, num_sinks, sliding, scale, softcap,
     PLAIN: tl.constexpr, SEGMENTS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, GATES: tl.constexpr,
-    G: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr,
+    G: tl.constexpr, C: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -136,13 +137,13 @@ def key_grad_kernel(
     router = kv_head * routers // kv_heads
     k = _rows(K + batch * k_batch + kv_head * k_head, begin, num_keys, k_token, D, BLOCK_D, BLOCK_N)
     v = _rows(V + batch * v_batch + kv_head * v_head, begin, num_keys, v_token, DV, BLOCK_DV, BLOCK_N)
-    b = _rows(B + (batch * routers + router) * num_keys * C, begin, num_keys, C, C, BLOCK_C, BLOCK_N)
+    b = _rows(B + (batch * routers + router) * num_keys * C, begin, num_keys, C, C, C, BLOCK_N)
     key_at = _numbers(KEY_AT + batch * num_keys, begin, num_keys, -1, BLOCK_N)
     key_in = _numbers(KEY_IN + batch * num_keys, begin, num_keys, -1, BLOCK_N) if SEGMENTS else key_at
     A += (batch * routers + router) * num_queries * C
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    db = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+    db = tl.zeros([BLOCK_N, C], tl.float32)
     first = tl.maximum(begin - (num_keys - num_queries), 0) // BLOCK_M * BLOCK_M if PLAIN else 0
     for g in tl.range(0, G):
         head = kv_head * G + g
@@ -150,7 +151,7 @@ def key_grad_kernel(
         for start in tl.range(first, num_queries, BLOCK_M):
             q = _rows(Q + batch * q_batch + head * q_head, start, num_queries, q_token, D, BLOCK_D, BLOCK_M)
             do = _rows(DO + batch * do_batch + head * do_head, start, num_queries, do_token, DV, BLOCK_DV, BLOCK_M)
-            a = _rows(A, start, num_queries, C, C, BLOCK_C, BLOCK_M)
+            a = _rows(A, start, num_queries, C, C, C, BLOCK_M)
             query_at = _numbers(QUERY_AT + batch * num_queries, start, num_queries, -1, BLOCK_M)
             query_in = (
                 _numbers(QUERY_IN + batch * num_queries, start, num_queries, -1, BLOCK_M) if SEGMENTS else query_at
@@ -169,7 +170,7 @@ def key_grad_kernel(
     row = (batch * kv_heads + kv_head) * num_keys
     _put(DK + row * D, dk * scale, begin, num_keys, D, BLOCK_D, BLOCK_N)
     _put(DV_OUT + row * DV, dv, begin, num_keys, DV, BLOCK_DV, BLOCK_N)
-    _put(DB + row * C, db, begin, num_keys, C, BLOCK_C, BLOCK_N)
+    _put(DB + row * C, db, begin, num_keys, C, C, BLOCK_N)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -178,7 +179,7 @@ def query_grad_kernel(
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, do_batch, do_head, do_token,
     num_queries, num_keys, heads, routers, window, num_sinks, sliding, scale, softcap,
     PLAIN: tl.constexpr, SEGMENTS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, GATES: tl.constexpr,
-    G: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr,
+    G: tl.constexpr, C: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -189,7 +190,7 @@ def query_grad_kernel(
     row = (batch * heads + head) * num_queries
     q = _rows(Q + batch * q_batch + head * q_head, begin, num_queries, q_token, D, BLOCK_D, BLOCK_M)
     do = _rows(DO + batch * do_batch + head * do_head, begin, num_queries, do_token, DV, BLOCK_DV, BLOCK_M)
-    a = _rows(A + (batch * routers + router) * num_queries * C, begin, num_queries, C, C, BLOCK_C, BLOCK_M)
+    a = _rows(A + (batch * routers + router) * num_queries * C, begin, num_queries, C, C, C, BLOCK_M)
     query_at = _numbers(QUERY_AT + batch * num_queries, begin, num_queries, -1, BLOCK_M)
     query_in = _numbers(QUERY_IN + batch * num_queries, begin, num_queries, -1, BLOCK_M) if SEGMENTS else query_at
     lse = _numbers(LSE + row, begin, num_queries, -float("inf"), BLOCK_M)
@@ -198,12 +199,12 @@ def query_grad_kernel(
     V += batch * v_batch + kv_head * v_head
     B += (batch * routers + router) * num_keys * C
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    da = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    da = tl.zeros([BLOCK_M, C], tl.float32)
     last = tl.minimum(begin + BLOCK_M + num_keys - num_queries, num_keys) if PLAIN else num_keys
     for start in tl.range(0, last, BLOCK_N):
         k = _rows(K, start, num_keys, k_token, D, BLOCK_D, BLOCK_N)
         v = _rows(V, start, num_keys, v_token, DV, BLOCK_DV, BLOCK_N)
-        b = _rows(B, start, num_keys, C, C, BLOCK_C, BLOCK_N)
+        b = _rows(B, start, num_keys, C, C, C, BLOCK_N)
         key_at = _numbers(KEY_AT + batch * num_keys, start, num_keys, -1, BLOCK_N)
         key_in = _numbers(KEY_IN + batch * num_keys, start, num_keys, -1, BLOCK_N) if SEGMENTS else key_at
         score, gate, near, x = _gated(
@@ -215,4 +216,4 @@ def query_grad_kernel(
         dq = tl.dot(d_score.to(k.dtype), k, dq, input_precision=PRECISION)
         da = tl.dot(d_affinity, b, da, input_precision=GATES)
     _put(DQ + row * D, dq * scale, begin, num_queries, D, BLOCK_D, BLOCK_M)
-    _put(DA + row * C, da, begin, num_queries, C, BLOCK_C, BLOCK_M)
+    _put(DA + row * C, da, begin, num_queries, C, C, BLOCK_M)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from focus_attn.attention.launch import Tile, ceil_div, in_step, lies_in_rows, power_of_2
+from focus_attn.attention.launch import (
+    Tile,
+    brought_into_step,
+    ceil_div,
+    fitting,
+    in_step,
+    lies_in_rows,
+    power_of_2,
+    shared_memory,
+)
 from focus_attn.attention.multiplicative_kernels import forward_kernel, key_grad_kernel, query_grad_kernel
 from focus_attn.kernel_use import launching_on
 from focus_attn.visibility import EVERYTHING, Pattern, Tokens
@@ -17,7 +28,10 @@ MOST_GROUPS = 128  # an assignment lies in one tile
 
 
 class Inputs(NamedTuple):
-    """q [B, H, Tq, D], k and v [B, Hkv, Tk, ...], a [B, R, Tq, K] with lambda in it, b [B, R, Tk, K]; a and b fp32."""
+    """q [B, H, Tq, D], k and v [B, Hkv, Tk, ...], a [B, R, Tq, K] with lambda in it, b [B, R, Tk, K]; a and b fp32.
+
+    As kernels are given them, a and b have 0 beyond the groups.
+    """
 
     q: Tensor
     k: Tensor
@@ -38,14 +52,16 @@ class _Launch:
     """What the three kernels are given alike."""
 
     def __init__(self, inputs: Inputs, tokens: Tokens, pattern: Pattern, scale: float, softcap: float | None) -> None:
-        q, k, v, a, b = Inputs(*(x if lies_in_rows(x) else x.contiguous() for x in inputs))
+        q, k, v = (x if lies_in_rows(x) else x.contiguous() for x in inputs[:3])
         self.batch, self.heads, self.queries, width = q.shape
-        self.kv_heads, self.keys, self.routers, groups = k.shape[1], k.shape[2], a.shape[1], a.shape[-1]
-        self.device, self.tile = q.device, tile_for(q, v, groups)
-        at = [x.int().contiguous() for x in (tokens.query_positions, tokens.key_positions)]
-        given = [x.int().contiguous() for x in (tokens.query_segments, tokens.key_segments) if x is not None]
+        self.kv_heads, self.keys, self.routers = k.shape[1], k.shape[2], inputs.a.shape[1]
+        self.columns = columns_for(inputs.a.shape[-1])
+        a, b = (pad(x, (0, self.columns - x.shape[-1])).contiguous() for x in (inputs.a, inputs.b))
+        self.device, self.tile = q.device, tile_for(q, k, v, self.columns)
+        at = [self.of_each_text(x) for x in (tokens.query_positions, tokens.key_positions)]
+        given = [self.of_each_text(x) for x in (tokens.query_segments, tokens.key_segments) if x is not None]
         segments = len(given) == 2
-        self.tensors = q, k, v, a.contiguous(), b.contiguous(), *at, *(given if segments else at)
+        self.tensors = q, k, v, a, b, *at, *(given if segments else at)
         self.strides = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3]
         sliding = EVERYTHING if pattern.sliding_window is None else pattern.sliding_window
         lengths = self.queries, self.keys, self.heads, self.routers
@@ -58,8 +74,7 @@ class _Launch:
             "PRECISION": "ieee" if q.element_size() == 4 else "tf32",
             "GATES": "ieee" if torch.version.hip else "tf32x3",  # fp32 all but the last digits
             "G": self.heads // self.kv_heads,
-            "C": groups,
-            "BLOCK_C": max(16, power_of_2(groups)),
+            "C": self.columns,
             "D": width,
             "DV": v.shape[-1],
             "BLOCK_D": max(16, power_of_2(width)),
@@ -67,6 +82,9 @@ class _Launch:
             "num_warps": self.tile.warps,
             "num_stages": self.tile.stages,
         }
+
+    def of_each_text(self, numbers: Tensor) -> Tensor:
+        return numbers.int().expand(self.batch, -1).contiguous()
 
     def room(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(self.batch, *shape, dtype=dtype, device=self.device)
@@ -80,24 +98,47 @@ class _Launch:
         kernel[grid](*self.tensors, *given, BLOCK_N=self.tile.rows, BLOCK_M=self.tile.keys, **self.constants)
 
 
-def tile_for(q: Tensor, v: Tensor, groups: int) -> Tile:
-    """Rows that a program keeps its sums for, and how many of the other side it walks over at a time.
+def columns_for(groups: int) -> int:
+    return max(16, power_of_2(groups))
 
-    At widths of 64 ptxas finds registers for all of it so; larger tiles spill.
-    """
-    width = max(q.shape[-1], v.shape[-1], 2 * groups)
-    if width > 128 or q.element_size() == 4 or not in_step(q, v):
-        return Tile(32, 16, 4 if width <= 64 else 8, 1)
-    return Tile(64, 32, 4, 2) if width <= 64 else Tile(64, 32, 8, 1)
+
+def tile_for(q: Tensor, k: Tensor, v: Tensor, columns: int) -> Tile:
+    """Rows that a program keeps its sums for, and how many of the other side it walks over at a time."""
+    width = max(q.shape[-1], v.shape[-1])
+    return _fitting_tile(width, q.element_size(), columns, in_step(q, k, v), q.device)
+
+
+def _fitting_tile(width: int, item: int, columns: int, steady: bool, device: torch.device) -> Tile:
+    """As large as ptxas finds registers for; the backward holds the most."""
+    widest = max(width, 2 * columns)
+    if widest > 128 or item == 4 or not steady:
+        tile = Tile(32, 16, 4 if widest <= 64 else 8, 1)
+    else:
+        tile = Tile(64, 32, 4 if widest <= 64 else 8, 1)
+    return fitting(tile, partial(bytes_of, width=width, item=item, columns=columns), shared_memory(device))
+
+
+def bytes_of(tile: Tile, width: int, item: int, columns: int) -> int:
+    """Of shared memory at most, as compiled: rows of both sides with their gates, which fp32 products split in two,
+    and room to change the layout of scores."""
+    return (tile.rows + tile.stages * tile.keys) * (2 * width * item + 8 * columns) + 12 * tile.rows * tile.keys
+
+
+def has_room(width: int, item: int, groups: int, device: torch.device) -> bool:
+    """Whether there are kernels for heads of this width and so many groups. item: bytes of an element."""
+    if width > WIDEST_HEAD or groups > MOST_GROUPS:
+        return False
+    columns, room = columns_for(groups), shared_memory(device)
+    tile = _fitting_tile(width, item, columns, True, device)
+    return bytes_of(tile, width, item, columns) <= room
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, groups: int) -> bool:
     return (
         q.dtype == k.dtype == v.dtype
         and q.dtype in (torch.float16, torch.bfloat16, torch.float32)
-        and max(q.shape[-1], v.shape[-1]) <= WIDEST_HEAD
-        and groups <= MOST_GROUPS
         and q.numel() > 0
+        and has_room(max(q.shape[-1], v.shape[-1]), q.element_size(), groups, q.device)
     )
 
 
@@ -120,8 +161,7 @@ def backward(
     """grad [B, H, Tq, Dv] of the output; lse and delta = grad . output [B, H, Tq], of all that is in the softmax."""
     launch = _Launch(inputs, tokens, pattern, scale, softcap)
     dtype, groups, width, values = inputs.q.dtype, inputs.a.shape[-1], inputs.q.shape[-1], inputs.v.shape[-1]
-    grad = grad.to(dtype)
-    grad = grad if lies_in_rows(grad) else grad.contiguous()
+    grad = brought_into_step(grad.to(dtype))
     dq, dk, dv = (
         launch.room(heads, length, n, dtype=dtype)
         for heads, length, n in (
@@ -130,10 +170,12 @@ def backward(
             (launch.kv_heads, launch.keys, values),
         )
     )
-    da, db = launch.room(launch.heads, launch.queries, groups), launch.room(launch.kv_heads, launch.keys, groups)
+    da = launch.room(launch.heads, launch.queries, launch.columns)
+    db = launch.room(launch.kv_heads, launch.keys, launch.columns)
     more = grad, lse.contiguous(), delta.contiguous()
     given = *launch.strides, *grad.stride()[:3], *launch.numbers
     with launching_on(inputs.q.device):
         launch.over_keys(key_grad_kernel, *more, dk, dv, db, *given)
         launch.over_queries(query_grad_kernel, *more, dq, da, *given)
-    return Gradients(dq, dk, dv, *(x.unflatten(1, (launch.routers, -1)).sum(2) for x in (da, db)))
+    of_routers = (x[..., :groups].unflatten(1, (launch.routers, -1)).sum(2) for x in (da, db))
+    return Gradients(dq, dk, dv, *of_routers)

@@ -33,14 +33,21 @@ def soft_gated_attention(
     scale: float,
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
+    backend: str = "auto",
 ) -> Tensor:
-    """q [B, H, T, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv], gates [B, R, T, K] log assignments -> [B, H, T, Dv]."""
-    if gate == "additive" and additive.serves(q, sharpness, scale, softcap):
+    """q [B, H, T, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv], gates [B, R, T, K] log assignments -> [B, H, T, Dv].
+
+    backend: "reference" is the formula, and so is the multiplicative gate without Triton's kernels.
+    """
+    if gate == "additive" and backend != "reference" and additive.serves(q, sharpness, scale, softcap):
         return additive.additive_attention(
             q, k, v, query_gate, key_gate,
             sharpness=sharpness, tokens=tokens, pattern=pattern, scale=scale, sink_logits=sink_logits,
         )  # fmt: skip
-    if gate == "multiplicative" and (found := multiplicative.kernels_for(q, k, v, query_gate.shape[-1])) is not None:
+    found = None
+    if gate == "multiplicative" and backend in ("auto", "triton"):
+        found = multiplicative.kernels_for(q, k, v, query_gate.shape[-1])
+    if found is not None:
         return multiplicative.multiplicative_attention(
             found, q, k, v, query_gate, key_gate,
             sharpness=sharpness, tokens=tokens, pattern=pattern, scale=scale, softcap=softcap, sink_logits=sink_logits,

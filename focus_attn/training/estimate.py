@@ -15,6 +15,7 @@ import torch
 
 from focus_attn.attention.additive import SHARPEST
 from focus_attn.attention.multiplicative import KERNELS
+from focus_attn.config import FocusConfig
 from focus_attn.hf import text_config
 from focus_attn.kernel_use import kernels
 from focus_attn.model import FocusModel
@@ -83,8 +84,7 @@ def estimate_memory(
     layer = (4 if mixed else item) * 3 * width + item * (2 * (heads + kv_heads) * head_dim + 3 * inner) + assignments
     if everything:  # the inputs of linear layers, and what norms scale
         layer += item * (4 * width + inner) + (4 * 2 * width if mixed else 0)
-    by_formula = focus.gate == "multiplicative" and kernels(KERNELS, device) is None
-    if by_formula or (focus.gate == "additive" and focus.gate_sharpness > SHARPEST):
+    if _by_formula(focus, head_dim, item, device):
         layer += 4 * SOFT_PAIRS * heads * stage.length
     if device.type != "cuda" and item == 2:  # `stock` gives its output in fp32, rounded later
         layer += 4 * heads * head_dim
@@ -103,6 +103,16 @@ def estimate_memory(
         logits=3 * 4 * min(at_once, tokens * vocabulary),  # themselves, their softmax, its gradient
         available=_available(device),
     )
+
+
+def _by_formula(focus: FocusConfig, width: int, item: int, device: torch.device) -> bool:
+    """Whether a soft gate keeps numbers for all pairs. width: of a head; item: bytes of an element."""
+    if focus.gate == "hard" or focus.backend == "reference":
+        return focus.gate != "hard"
+    if focus.gate == "additive":
+        return focus.gate_sharpness > SHARPEST
+    found = kernels(KERNELS, device) if focus.backend != "stock" else None
+    return found is None or not found.has_room(width, item, focus.num_groups, device)
 
 
 def _available(device: torch.device) -> int:
