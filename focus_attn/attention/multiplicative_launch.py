@@ -109,19 +109,22 @@ def tile_for(q: Tensor, k: Tensor, v: Tensor, columns: int) -> Tile:
 
 
 def _fitting_tile(width: int, item: int, columns: int, steady: bool, device: torch.device) -> Tile:
-    """As large as ptxas finds registers for; the backward holds the most."""
-    widest = max(width, 2 * columns)
-    if widest > 128 or item == 4 or not steady:
-        tile = Tile(32, 16, 4 if widest <= 64 else 8, 1)
+    """As large as ptxas 12.8 finds registers for on Hopper, in all three kernels; at widths of 256 and in fp32 some
+    spill. With two pipeline stages it runs the forward's warpgroup products one after the other."""
+    if item == 4 or not steady or (columns > 32 and width > 128):
+        tile = Tile(32, 16, 8, 1)
+    elif columns > 32:
+        tile = Tile(32, 32, 8, 1)
     else:
-        tile = Tile(64, 32, 4 if widest <= 64 else 8, 1)
+        tile = Tile(64, 32, 4, 1) if width <= 64 else Tile(64, 16, 8, 1)
     return fitting(tile, partial(bytes_of, width=width, item=item, columns=columns), shared_memory(device))
 
 
 def bytes_of(tile: Tile, width: int, item: int, columns: int) -> int:
     """Of shared memory at most, as compiled: rows of both sides with their gates, which fp32 products split in two,
     and room to change the layout of scores."""
-    return (tile.rows + tile.stages * tile.keys) * (2 * width * item + 8 * columns) + 12 * tile.rows * tile.keys
+    row = 2 * power_of_2(width) * item + 8 * columns
+    return (tile.rows + tile.stages * tile.keys) * row + 16 * tile.rows * tile.keys
 
 
 def has_room(width: int, item: int, groups: int, device: torch.device) -> bool:
