@@ -4,13 +4,14 @@ import dataclasses
 import re
 
 import pytest
+from tiny import tiny_model
 
 from focus_attn.baselines import BASELINES
 from focus_attn.compare import Comparison, Dataset, Method
 from focus_attn.compare.changes import with_adapters, with_data, with_only
 from focus_attn.compare.quick import NOTE, quick
 from focus_attn.compare.recipe import BASE, find_recipe, merged, recipe_names
-from focus_attn.compare.subject import training_recipe, tuning_options
+from focus_attn.compare.training import check_positions, training_recipe, tuning_options
 
 PAPER = [*(f"table{number}" for number in range(1, 11)), "dimension", "domains", "long-context", "groups", "collapse"]
 
@@ -145,6 +146,43 @@ def test_texts_are_changed_on_the_command_line():
     assert with_data(comparison, ["z"]).data["books"] == Dataset(test="z")
     with pytest.raises(ValueError, match=r"NAME\.train=PATH"):
         with_data(comparison, ["poems=x"])
+
+
+def test_texts_no_longer_than_a_model_can_read():
+    whole = Comparison.from_yaml(find_recipe("peers"))
+    short = dataclasses.replace(whole, longest=2000)
+    assert [one.lengths for one in short.data.values()] == [(2000,), (2000,)]
+    for row in short.methods:
+        if row.focus is not None:
+            before, after = (training_recipe(comparison, row, seed=0) for comparison in (whole, short))
+            assert max(after.lengths().values()) <= 2000
+            for old, new in zip(before.stages, after.stages, strict=True):
+                assert old.tokens <= new.tokens <= 2 * old.tokens  # pieces are whole
+            assert after.start.blocks == 2 * before.start.blocks
+    lora = short.methods[-2]
+    assert tuning_options(short, lora)["length"] == 2000
+    assert tuning_options(short, lora)["sequences"] == 2 * tuning_options(whole, lora)["sequences"]
+    assert training_recipe(dataclasses.replace(whole, longest=1 << 20), whole.methods[1], 0) == training_recipe(
+        whole, whole.methods[1], 0
+    )
+
+
+def test_what_a_model_cannot_read_is_said_at_the_door():
+    comparison, model = Comparison.from_yaml(find_recipe("dimension")), tiny_model("gpt2", max_position_embeddings=1024)
+    with pytest.raises(ValueError, match=r"gpt2 has 1,024 positions.*texts of 2,048 tokens.*--longest 1024"):
+        check_positions(comparison, "gpt2", model)
+    check_positions(dataclasses.replace(comparison, longest=1024), "gpt2", model)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_what_was_not_run_could_be(name):
+    """The commands on the page of reproductions fit GPT-2's 1,024 positions."""
+    comparison = Comparison.from_yaml(find_recipe(name))
+    for entry in comparison.not_run:
+        if "gpt2" in entry["model"] and "command" not in entry:
+            longest = re.search(r"--longest (\d+)", entry.get("options", ""))
+            asked = dataclasses.replace(comparison, longest=int(longest[1]) if longest else None)
+            check_positions(asked, entry["model"], tiny_model("gpt2", max_position_embeddings=1024))
 
 
 def test_only_some_rows_and_what_they_need():

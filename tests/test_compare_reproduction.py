@@ -4,12 +4,12 @@ import dataclasses
 import json
 
 import pytest
-from test_compare_table import FULL, above, cell
+from test_compare_table import FULL, RUN, above, cell
 
 from focus_attn.compare import Comparison, Dataset, Method
 from focus_attn.compare.cost import estimate
-from focus_attn.compare.recipe import find_recipe
-from focus_attn.compare.reproduction import PAGE, make_page, read_results, speedups
+from focus_attn.compare.recipe import find_recipe, plain
+from focus_attn.compare.reproduction import PAGE, RESULTS, benched, make_page, read_results, speedups
 
 
 def write(folder, name, cells, *, file=None, tasks=(), **changes):
@@ -30,15 +30,27 @@ def test_without_results_nothing_is_claimed(tmp_path):
     assert "focus compare table2 --model meta-llama/Llama-2-70b-hf --device cuda" in page
 
 
+def test_what_was_measured_is_what_the_recipe_says():
+    """A row whose settings were changed later must not keep the figures of the earlier ones under its name."""
+    for file in sorted((RESULTS / "compare").glob("*.json")):
+        content = json.loads(file.read_text(encoding="utf-8"))
+        rows = {one.name: one for one in Comparison.from_yaml(find_recipe(content["comparison"]["name"])).methods}
+        for stored in content["cells"]:
+            row, method = rows[stored["row"]], stored["method"]
+            same = ["attention", "options", "serve", "tune"]
+            if row.adapter is None and method.get("adapter") is None:  # an adapter may stand for a training
+                same.append("focus")
+            for part in same:
+                assert plain(getattr(row, part)) == method[part], f"{file.name}: {stored['row']}"
+
+
 def test_results_stand_beside_the_published_figures(tmp_path):
     base = {**FULL, "row": "full attention"}
     seeds = [cell("Focus", above(0.01 * seed), focus=True, seed=seed) for seed in range(3)]
     write(tmp_path, "table3", [base, *seeds, cell("LoRA, r=4", above(-0.1), kind="dense", tune={"how": "lora"})])
     write(tmp_path, "table8", [base, cell("Sinkhorn assignments", focus=True, dominance=0.159)])
     page = make_page(tmp_path)
-    assert (
-        "| centroids (148K) | 34.2, benchmarks +-0.0 | 20.80 (20.59 to 21.01, 3 seeds), +1.0% [+1.0%, +1.0%] |" in page
-    )
+    assert "| centroids (148K) | 34.2 | 20.80 (20.59 to 21.01, 3 seeds), +1.0% [+1.0%, +1.0%] |" in page
     assert "| LoRA, r = 16 | 31.2 | not run |" in page
     assert "| Sinkhorn after full fine-tuning | 15.9 % | largest group 15.9% |" in page
     assert "NVIDIA H200, torch 2.11, 2026-01-01, commit abc" in page
@@ -77,10 +89,11 @@ def test_plots_stand_below_their_table(tmp_path):
 
 def test_costs_of_other_runs(tmp_path):
     page = make_page(tmp_path)
-    gsm8k = next(line for line in page.splitlines() if line.startswith("| mistralai/Mistral-7B-v0.1, GSM8K"))
+    gsm8k = next(line for line in page.splitlines() if line.startswith("| mistralai/Mistral-7B-v0.3, GSM8K"))
     assert gsm8k.endswith("decoding one token at a time at 3.35 TB/s) |")
     whole = Comparison.from_yaml(find_recipe("table5"))
-    assert f"| `focus compare table5 --model openai-community/gpt2 --device cuda` | {estimate(whole, 124e6)} |" in page
+    command = "focus compare table5 --model openai-community/gpt2 --device cuda --longest 1024"
+    assert f"| `{command}` | {estimate(whole, 124e6)} |" in page
 
 
 def test_a_quick_form_is_no_result(tmp_path):
@@ -91,8 +104,10 @@ def test_a_quick_form_is_no_result(tmp_path):
 def test_speed_comes_from_the_benchmark_where_the_table_was_not_run(tmp_path):
     (tmp_path / "attention_h200").mkdir()
     rows = [{"K": 8, "length": 1 << 20, "speedup": 9.05}, {"K": 8, "length": 4096, "speedup": 0.64}]
-    (tmp_path / "attention_h200" / "published.json").write_text(json.dumps({"rows": rows}))
-    assert speedups([], tmp_path) == {"K = 8": "0.64x at 4K, 9.05x at 1M"}
+    (tmp_path / "attention_h200" / "published.json").write_text(json.dumps({"run": RUN, "rows": rows}))
+    assert speedups(benched(tmp_path)["cells"]) == {"K = 8": "0.64x at 4K, 9.05x at 1M"}
+    page = make_page(tmp_path)
+    assert "(NVIDIA H200, torch 2.11, 2026-01-01, commit abc: [published.json](../results/attention_h200/" in page
 
 
 def test_estimates_follow_from_the_assumptions():

@@ -21,13 +21,15 @@ from focus_attn.compare.bench import bench_cells
 from focus_attn.compare.data import Texts
 from focus_attn.compare.measure import measure
 from focus_attn.compare.peer import drawn_with
+from focus_attn.compare.recipe import plain
 from focus_attn.compare.runner import Settings
 from focus_attn.compare.runner import run as run_comparison
 from focus_attn.compare.store import FILE, CellStore
-from focus_attn.compare.subject import OutOfTimeError, Workshop, digest, identity_of, plain
+from focus_attn.compare.subject import OutOfTimeError, Workshop, digest
 from focus_attn.compare.table import make_rows
 from focus_attn.compare.timing import layer_calls, time_attention
 from focus_attn.compare.together import read_run
+from focus_attn.compare.training import identity_of
 from focus_attn.evaluation import block_perplexity
 from focus_attn.training import Recipe, Stage, Start, loop
 from focus_attn.visibility import EVERYTHING

@@ -85,8 +85,20 @@ def test_first_among_those_that_cost_no_more():
 def test_a_rival_that_costs_less_is_called_so():
     cells = [FULL, cell("Focus", above(0.1), focus=True), cell("window", above(0.2), cost=0.18, ms=0.99)]
     by_cost, by_time = verdicts(make_rows(cells), AT)
+    assert by_cost.startswith(
+        "Focus has no peer that skips work at about the same multiply-adds; one that costs less is"
+    )
     assert by_cost.endswith("20.0% against 18.0% of the multiply-adds: window is the cheaper one.")
     assert by_time.endswith("1 against 0.99 ms a layer.")
+
+
+def test_the_best_of_several_cheaper_rivals():
+    rivals = [cell(name, above(0.2 + worse), cost=0.1) for worse, name in ((0.1, "bigbird"), (0.0, "window"))]
+    sentence = verdicts(make_rows([FULL, cell("Focus", above(0.1), focus=True), *rivals]), AT)[0]
+    assert "the best of the 2 that cost less is behind" in sentence and "of window, ratio" in sentence
+    same = cell("moba", above(0.3), cost=0.2)
+    sentence = verdicts(make_rows([FULL, cell("Focus", above(0.1), focus=True), *rivals, same]), AT)[0]
+    assert sentence.startswith("Focus comes before the best of the 3 peers")
 
 
 def test_where_focus_is_not_first_it_says_so():

@@ -29,6 +29,9 @@ def compare(
     only: Annotated[list[str] | None, typer.Option(help="Only the rows whose names hold this.")] = None,
     blocks: Annotated[int | None, typer.Option(min=1, help="Blocks to measure on.")] = None,
     lengths: Annotated[str | None, typer.Option(help="As in 2048,8K.")] = None,
+    longest: Annotated[
+        int | None, typer.Option(min=2, help="No text longer than so many tokens, to train on too: GPT-2 has 1,024.")
+    ] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="How many, of rows that are trained.")] = None,
     seed: Annotated[list[int] | None, typer.Option(min=0, help="This one alone, beside those measured before.")] = None,
     requests: Annotated[Path | None, typer.Option(help="Benchmarks, from `focus eval --write-requests`.")] = None,
@@ -73,12 +76,15 @@ def compare(
         "--seeds": seeds,
         "--seed": seed,
         "--known": known,
+        "--longest": longest,
     }
     comparison = Comparison.from_yaml(find_recipe(recipe))
     comparison = with_data(comparison, text or [], blocks, read_numbers("lengths", lengths) if lengths else None)
     changes: dict[str, Any] = {}
     if model:
         changes["models"] = tuple(model)
+    if longest is not None:
+        changes["longest"] = longest
     if seeds is not None and seed:
         raise ValueError("--seeds says how many, --seed which: give one of them")
     if show and (given := [name for name, value in asked.items() if value]):

@@ -6,21 +6,26 @@ import math
 from dataclasses import dataclass
 
 from focus_attn.compare.recipe import Comparison, Method
-from focus_attn.compare.subject import training_recipe, tuning_options
+from focus_attn.compare.training import training_recipe, tuning_options
 
 PEAK, USED = 989e12, 0.4  # bf16 FLOP/s of an H100 SXM, and the share of it that training reaches
+# Tokens a second of a model too small to fill a GPU: SmolLM2-135M on an H200 shared by four trainings, whose published
+# gate by its formula took 7 to 13 thousand a second, hard gates up to 58 (`seconds_of_last_call` in results/compare).
+MOST_TRAINED, MOST_MEASURED = 1e4, 1e5
 MEMORY, FILLED = 80e9, 0.7  # bytes of its memory, and the share that weights and what belongs to them may take
 BYTES, BYTES_TRAINED = 2, 16  # of a weight in bf16; of a trained one with gradient, fp32 copy and Adam's two moments
 # FLOP a token and parameter: forward; with backward and recomputation, weights frozen or not.
 FORWARD, FROZEN, TRAINED = 2, 6, 8
 
 ASSUMPTIONS = (
-    f"Estimated costs: {PEAK / 1e12:.0f} TFLOP/s (H100 SXM, bf16) used to {USED:.0%}, which models below a billion "
-    f"parameters do not reach; for each parameter and token {FORWARD} FLOP forward, {FROZEN} in training with frozen "
-    f"weights (forward, recomputation, gradient of the activations), {TRAINED} where the weights are trained too; the "
-    "attention's own products, small beside these at such lengths, and loading are left out; a frozen weight takes "
-    f"{BYTES} bytes, a trained one {BYTES_TRAINED}, of at most {FILLED:.0%} of a GPU's {MEMORY / 1e9:.0f} GB. A model "
-    "that needs several GPUs is spread over them by transformers, which was not tried here. Estimates, no measurements."
+    f"Estimated costs: {PEAK / 1e12:.0f} TFLOP/s (H100 SXM, bf16) used to {USED:.0%}, but no more than "
+    f"{MOST_TRAINED:,.0f} tokens trained and {MOST_MEASURED:,.0f} measured a second, about what a model of 135 million "
+    f"parameters came to here with the slowest gate; for each parameter and token {FORWARD} FLOP forward, {FROZEN} in "
+    f"training with frozen weights (forward, recomputation, gradient of the activations), {TRAINED} where the weights "
+    "are trained too; the attention's own products, small beside these at such lengths, loading and benchmarks are "
+    f"left out; a frozen weight takes {BYTES} bytes, a trained one {BYTES_TRAINED}, of at most {FILLED:.0%} of a GPU's "
+    f"{MEMORY / 1e9:.0f} GB. A model that needs several GPUs is spread over them by transformers, which was not tried "
+    "here. Estimates, no measurements."
 )
 
 
@@ -55,9 +60,10 @@ def estimate(comparison: Comparison, parameters: float, tokens: float | None = N
         trained, flop = tokens, tokens * TRAINED * parameters
     places = sum(length * one.blocks for one in comparison.data.values() for length in one.lengths)
     measured = float(places * sum(len(comparison.seeds_of(method)) for method in comparison.methods))
-    flop += measured * FORWARD * parameters
     gpus = math.ceil(parameters * bytes_each / (MEMORY * FILLED))
-    return Estimate(trained, measured, gpus, flop / (PEAK * USED) / 3600)
+    training = max(flop / (PEAK * USED), trained / MOST_TRAINED)
+    measuring = max(measured * FORWARD * parameters / (PEAK * USED), measured / MOST_MEASURED)
+    return Estimate(trained, measured, gpus, (training + measuring) / 3600)
 
 
 def _training(comparison: Comparison, method: Method) -> tuple[float, int]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from focus_attn.compare.models import TINY
 from focus_attn.compare.recipe import Comparison, Dataset, Method, merged
-from focus_attn.compare.subject import TUNING
+from focus_attn.compare.training import TUNING
 
 SHRINK = 8  # lengths and windows are divided by it, so that shares of pairs stay what they are
 TOKENS = ("window", "num_sinks", "keys", "heavy", "recent", "block_size", "length")  # options counted in tokens

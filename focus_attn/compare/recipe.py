@@ -35,6 +35,10 @@ class Dataset:
         check_fields(self)
         object.__setattr__(self, "lengths", _whole_numbers("lengths", self.lengths, lowest=2))
 
+    def within(self, longest: int) -> Dataset:
+        lengths = dict.fromkeys(min(length, longest) for length in self.lengths)
+        return dataclasses.replace(self, lengths=tuple(lengths))
+
 
 @dataclass(frozen=True)
 class Method:
@@ -132,6 +136,7 @@ class Comparison:
     tuning: Mapping[str, Any] = field(default_factory=dict)  # steps, length, ..., for every `tune` row
     train_on: str | None = string(None, "the dataset to train on; none: the first")
     seeds: tuple[int, ...] = (0,)  # of the trained rows
+    longest: int | None = integer(None, "tokens; longer texts, to train on too, are taken in pieces of so many", 2)
     window: int = integer(128, "predictions up to this position are not counted: nearer ones see everything anyway")
     timing: bool = flag(True, "measure the time of the attention, on the queries and keys of the text")
     groups: bool = flag(False, "keep the tokens that stand out in each group")
@@ -154,6 +159,9 @@ class Comparison:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         object.__setattr__(self, "seeds", _whole_numbers("seeds", self.seeds))
         object.__setattr__(self, "tuning", _numbers("tuning", self.tuning))
+        if self.longest is not None:
+            data = {name: dataset.within(self.longest) for name, dataset in self.data.items()}
+            object.__setattr__(self, "data", data)
         if self.bench is None:
             self._check_methods()
         elif self.methods:

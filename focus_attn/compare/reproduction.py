@@ -13,16 +13,19 @@ from typing import Any
 
 from focus_attn.compare.cost import ASSUMPTIONS, estimate
 from focus_attn.compare.models import describe_model
+from focus_attn.compare.recipe import BASE as FULL_ATTENTION
 from focus_attn.compare.recipe import FOLDERS, Comparison, find_recipe, recipe_names
 from focus_attn.compare.store import latest
 from focus_attn.compare.table import BLOCKS, Place, Row, blocks_of, make_rows, place_of, places, verdicts
 from focus_attn.compare.tasks import task_cell, task_heading
+from focus_attn.evaluation.summary import BASE
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reproduction.md"
 RESULTS = ROOT / "results"
 FIRST = ("peers", *(f"table{number}" for number in range(1, 11)))  # then the others by name
 NOT_RUN = "not run"
+TASKS = "hellaswag,arc_easy,piqa,lambada_openai,truthfulqa_mc1"  # that the paper has
 WIDTH = 120
 
 Cell = dict[str, Any]
@@ -83,16 +86,18 @@ def read_results(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def section(name: str, comparison: Comparison, found: Mapping[str, Any], results: Path) -> Iterator[str]:
+    if comparison.bench is not None and not found:
+        found = benched(results)
     cells: list[Cell] = found.get("cells", [])
     rows = make_rows(cells)
-    speeds = speedups(cells, results) if comparison.bench is not None else {}
+    speeds = speedups(cells)
     yield f"## {comparison.title}\n"
-    yield f"`focus compare {name}`{_made_by(found)}\n"
+    yield f"`focus compare {name}`{_made_by(found, results)}\n"
     if comparison.published:
-        yield from published_table(comparison, rows, cells, speeds)
+        yield from published_table(comparison, rows, found, speeds)
     if comparison.explains:
         yield textwrap.fill(f"What explains a difference: {comparison.explains}", WIDTH) + "\n"
-    if not cells and not speeds:
+    if not cells:
         yield f"Ours: {NOT_RUN}.\n"
     for place in places(rows):
         yield from place_table(comparison, rows, place)
@@ -108,26 +113,29 @@ def section(name: str, comparison: Comparison, found: Mapping[str, Any], results
 
 
 def published_table(
-    comparison: Comparison, rows: Sequence[Row], cells: Sequence[Cell], speeds: Mapping[str, str]
+    comparison: Comparison, rows: Sequence[Row], found: Mapping[str, Any], speeds: Mapping[str, str]
 ) -> Iterator[str]:
     models = list(dict.fromkeys(row.place.model for row in rows)) or ["ours"]
     yield _line("", "published", *models)
     yield _line("---", *["---"] * (1 + len(models)))
     for entry in comparison.published:
         if "row" not in entry:
-            ours = [NOT_RUN] * len(models)
+            ours = [str(entry.get("ours", NOT_RUN))] * len(models)
         elif speeds:
             ours = [speeds.get(entry["row"], NOT_RUN)]
         else:
-            ours = [our_figure(entry, comparison, model, rows, cells) for model in models]
+            ours = [our_figure(entry, comparison, model, rows, found) for model in models]
         yield _line(entry["what"], str(entry["figure"]), *ours)
     yield ""
 
 
 def our_figure(
-    entry: Mapping[str, Any], comparison: Comparison, model: str, rows: Sequence[Row], cells: Sequence[Cell]
+    entry: Mapping[str, Any], comparison: Comparison, model: str, rows: Sequence[Row], found: Mapping[str, Any]
 ) -> str:
     """What stands beside a published figure."""
+    if "task" in entry:
+        return _our_score(entry, dict(found.get("tasks", [])).get(model, []))
+    cells: Sequence[Cell] = found.get("cells", [])
     data = entry.get("data", next(iter(comparison.data)))
     here = [row for row in rows if row.name == entry["row"] and row.place.model == model and row.place.data == data]
     if not here or here[0].ppl is None:
@@ -143,6 +151,15 @@ def our_figure(
         by_length = sorted(here, key=lambda row: row.place.length)
         return " / ".join(f"{row.ppl:.2f}{_range(row) and f' ({_range(row)})'}" for row in by_length)
     return f"{_ppl(here[0])}{_over(here[0])}"
+
+
+def _our_score(entry: Mapping[str, Any], tasks: Sequence[Mapping[str, Any]]) -> str:
+    """Of the benchmark in its short form, which is the paper's."""
+    name = BASE if entry["row"] == FULL_ATTENTION else entry["row"]
+    for task in tasks:
+        if (task["task"], task["metric"]) == (entry["task"], entry.get("metric", "acc")) and name in task["models"]:
+            return task_cell(task, name)
+    return NOT_RUN
 
 
 def place_table(comparison: Comparison, rows: Sequence[Row], place: Place) -> Iterator[str]:
@@ -203,9 +220,20 @@ def not_run_table(name: str, comparison: Comparison) -> Iterator[str]:
     yield _line("model", "command", "estimated cost")
     yield _line("---", "---", "---")
     for entry in comparison.not_run:
-        command = entry.get("command", f"focus compare {name} --model {entry['model']} --device cuda")
-        yield _line(entry["model"], f"`{command}`", _cost(entry, comparison))
+        yield _line(entry["model"], _command(name, entry, comparison.tasks), _cost(entry, comparison))
     yield ""
+
+
+def _command(name: str, entry: Mapping[str, Any], tasks: bool) -> str:
+    """options: of the comparison, such as `--longest` for a model with few positions."""
+    model, options = entry["model"], f" {entry['options']}" if "options" in entry else ""
+    if "command" in entry:
+        return f"`{entry['command']}`"
+    run = f"focus compare {name} --model {model} --device cuda{options}"
+    if not tasks:
+        return f"`{run}`"
+    ask = f"focus eval --model {model} --no-perplexity --tasks {TASKS} --write-requests items.jsonl"
+    return f"`{ask}`, then `{run} --requests items.jsonl`"
 
 
 def _cost(entry: Mapping[str, Any], comparison: Comparison) -> str:
@@ -216,11 +244,17 @@ def _cost(entry: Mapping[str, Any], comparison: Comparison) -> str:
     return str(estimate(asked, float(entry["parameters"]), float(entry["tokens"]) if "tokens" in entry else None))
 
 
-def speedups(cells: Sequence[Cell], results: Path) -> dict[str, str]:
-    """ "K = 8" -> speed-ups by length, from this table's own cells or, without them, from `focus bench attention`."""
-    rows = [cell["bench"] for cell in cells]
-    for file in () if rows else sorted(results.glob("attention_*/published*.json")):
-        rows += json.loads(file.read_text(encoding="utf-8"))["rows"]
+def benched(results: Path) -> dict[str, Any]:
+    """What `focus bench attention` has of the published setting, as cells of a table of speed."""
+    files = sorted(results.glob("attention_*/published*.json"))
+    runs = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    cells = [{"run": run["run"], "bench": row} for run in runs for row in run["rows"]]
+    return {"files": files, "cells": cells} if cells else {}
+
+
+def speedups(cells: Sequence[Cell]) -> dict[str, str]:
+    """ "K = 8" -> speed-ups by length, of a table of speed."""
+    rows = [cell["bench"] for cell in cells if "bench" in cell]
     by_groups: dict[str, list[str]] = {}
     for row in sorted(rows, key=lambda row: row["length"]):
         if row["speedup"] is not None:
@@ -228,7 +262,7 @@ def speedups(cells: Sequence[Cell], results: Path) -> dict[str, str]:
     return {name: ", ".join(speeds) for name, speeds in by_groups.items()}
 
 
-def _made_by(found: Mapping[str, Any]) -> str:
+def _made_by(found: Mapping[str, Any], results: Path) -> str:
     if not found:
         return ""
     runs = [cell["run"] for cell in found["cells"]]
@@ -236,7 +270,7 @@ def _made_by(found: Mapping[str, Any]) -> str:
     for run in sorted(runs, key=lambda run: run["date"]):
         days.setdefault(run["date"], {})[run["commit"] or "unknown"] = None
     made = "; ".join(f"{day}, commit{'s' * (len(commits) > 1)} {', '.join(commits)}" for day, commits in days.items())
-    files = ", ".join(f"[{file.name}](../results/compare/{file.name})" for file in found["files"])
+    files = ", ".join(f"[{file.name}](../results/{file.relative_to(results).as_posix()})" for file in found["files"])
     return f" ({runs[0]['gpu'] or runs[0]['cpu']}, torch {runs[0]['torch']}, {made}: {files})"
 
 
@@ -254,8 +288,15 @@ def _cells(row: Row) -> list[str]:
         _share(row.multiply_adds),
         "" if row.ms is None else f"{row.ms:.3g} ({row.speedup:.2f}x)",
         _share(row.dominance),
-        f"{row.trained_parameters:,}" if row.trained_parameters else "",
+        _trained(row),
     ]
+
+
+def _trained(row: Row) -> str:
+    if not row.trained_parameters:
+        return ""
+    on = "" if row.trained_tokens is None else f" on {row.trained_tokens / 1e6:.2g} M tokens"
+    return f"{row.trained_parameters:,}{on}"
 
 
 def _ppl(row: Row) -> str:

@@ -27,6 +27,7 @@ from focus_attn.compare.table import Place
 from focus_attn.compare.tasks import is_scored, score_row, task_table
 from focus_attn.compare.timing import time_attention
 from focus_attn.compare.together import check_same_blocks
+from focus_attn.compare.training import check_positions
 from focus_attn.evaluation.requests import Requests
 from focus_attn.evaluation.summary import BASE
 from focus_attn.model import FocusModel
@@ -111,6 +112,7 @@ class _Model:
         if self.requests is not None and len(comparison.models) > 1:
             raise ValueError("--requests holds tokens of one model: give that --model alone")
         model, tokenizer = load_model(name, settings.dtype, settings.device)
+        check_positions(comparison, name, model)
         vocabulary = model.get_output_embeddings().weight.shape[0]
         self.name, self.tokenizer = name, tokenizer
         self.texts: dict[str, Texts] = {

@@ -20,19 +20,14 @@ from focus_attn.adapters import CONFIG_FILE, adapter_digest
 from focus_attn.baselines.seam import Baseline, use_baseline
 from focus_attn.compare.data import Texts
 from focus_attn.compare.peer import drawn_with, make_peer
-from focus_attn.compare.recipe import Comparison, Method, merged, plain
-from focus_attn.config import FocusConfig
+from focus_attn.compare.recipe import Comparison, Method, plain
+from focus_attn.compare.training import identity_of, training_recipe, tuning_options
 from focus_attn.model import FocusModel
 from focus_attn.progress import Count, Progress
-from focus_attn.training.recipe import Recipe, Stage, Start
 from focus_attn.zoo import cast_parameters, find_adapter
 
 CURVE_POINTS = 60
 SAVE_EVERY = 100  # steps of a fine-tuning that an interruption can cost
-# What a run of this kind has no use for: nothing is held back, the rows are measured on text of their own.
-TRAINING: dict[str, Any] = {"evaluate_every": 0, "data": {"held_out": 0}}
-
-TUNING: dict[str, Any] = {"steps": 400, "length": 1024, "sequences": 8}
 
 
 class OutOfTimeError(Exception):
@@ -175,54 +170,6 @@ class Workshop:
         tokens = options["steps"] * options["sequences"] * length
         record = {"steps": options["steps"], "tokens": tokens, "last_loss": tuned.losses[-1]}
         return Subject(model, tuned.parameters, record, peer)
-
-
-# Fields that came after cells were first written. At their defaults they change nothing, so runs go on that know
-# nothing of them.
-LATER: dict[type, tuple[str, ...]] = {
-    Start: ("first", "repeats", "output_steps", "output_learning_rate"),
-    Stage: ("repeats", "strange", "stop_gradient", "centroid_rate", "recluster_every", "average"),
-    FocusConfig: ("dense_heads",),
-}
-
-
-def identity_of(recipe: Recipe) -> dict[str, Any]:
-    """All that decides what a training makes."""
-    values = recipe.to_dict()
-    parts: list[tuple[type, dict[str, Any]]] = [(Stage, stage) for stage in values["stages"]]
-    if values["start"] is not None:
-        parts.append((Start, values["start"]))
-    if values["focus"] is not None:
-        parts.append((FocusConfig, values["focus"]))
-    for name, usual in (("adapter", None), ("mean_of_stages", 1)):  # later too
-        if values[name] == usual:
-            del values[name]
-    for kind, part in parts:
-        for name in LATER[kind]:
-            if plain(part[name]) == plain(getattr(kind, name)):
-                del part[name]
-    return values
-
-
-def training_recipe(comparison: Comparison, method: Method, seed: int) -> Recipe:
-    values = merged(merged(TRAINING, comparison.training), method.training)
-    config = focus_config(method, values.get("focus") or {})
-    return Recipe.from_dict({**values, "focus": config.to_dict(), "seed": seed})
-
-
-def tuning_options(comparison: Comparison, method: Method) -> dict[str, Any]:
-    assert method.tune is not None
-    return {**TUNING, **comparison.tuning, **method.tune}
-
-
-def focus_config(method: Method, usual: Mapping[str, Any]) -> FocusConfig:
-    """The row's own fields over the training's usual ones, or over the published setting."""
-    assert method.focus is not None
-    fields = dict(method.focus)
-    preset = fields.pop("preset", None)
-    if preset not in (None, "paper"):
-        raise ValueError(f"{method.name!r}: `focus.preset` can be paper, got {preset!r}")
-    return FocusConfig.paper(**fields) if preset else FocusConfig.from_dict({**usual, **fields})
 
 
 def digest(parts: Any) -> str:

@@ -51,6 +51,7 @@ class Row:
     day: str | None = None  # of the measurement; None: its seeds were measured on several
     dominance: float | None = None
     trained_parameters: int = 0
+    trained_tokens: int | None = None  # that they were trained on, of one seed; None: not known
     leaking: bool = False  # it looks at later tokens, so that it is not ranked
     losses: tuple[float, ...] = field(default=(), repr=False)  # of each block, mean over seeds
     documents: tuple[int, ...] | None = field(default=None, repr=False)  # of each block; None: an older cell
@@ -106,13 +107,15 @@ def verdicts(rows: Sequence[Row], place: Place) -> list[str]:
             if rivals:
                 best = min(rivals, key=lambda row: row.ppl or 0.0)
                 costs = both.format(limit, getattr(best, cost))
+                alike = any(getattr(row, cost) * SAME_COST >= limit for row in rivals)
                 if getattr(best, cost) * SAME_COST < limit:
                     costs += f": {best.name} is the cheaper one"
-                sentences.append(_verdict(focus, best, len(rivals), what, costs))
+                sentences.append(_verdict(focus, best, len(rivals), alike, what, costs))
     return sentences
 
 
-def _verdict(focus: Row, best: Row, rivals: int, what: str, costs: str) -> str:
+def _verdict(focus: Row, best: Row, rivals: int, alike: bool, what: str, costs: str) -> str:
+    """alike: whether some rival costs about as much; if not, all cost clearly less."""
     ratio = perplexity_ratio(best.losses, focus.losses, together=focus.documents)
     clear = "" if not ratio.contains(1.0) else ", which the interval does not tell apart"
     if ratio.n < FEWEST_ITEMS:
@@ -121,6 +124,11 @@ def _verdict(focus: Row, best: Row, rivals: int, what: str, costs: str) -> str:
     compared = f"{focus.ppl:.2f} against {best.ppl:.2f} of {best.name}{tuned}, ratio {ratio}{clear}; {costs}"
     skipping = "peers that skip" if rivals != 1 else "peer that skips"
     among = f"of the {rivals} {skipping} work at about the same {what} or less"
+    if ratio.estimate < 1 and not alike:
+        behind = f"the best of the {rivals} that cost" if rivals > 1 else "one that costs"
+        return (
+            f"{focus.name} has no peer that skips work at about the same {what}; {behind} less is behind: {compared}."
+        )
     if ratio.estimate < 1:
         return f"{focus.name} comes before the best {among}: {compared}."
     return f"{focus.name} is NOT first: the best {among} is {best.name}: {compared}."
@@ -154,6 +162,7 @@ def _row(place: Place, name: str, cells: list[Cell], base: tuple[float, ...] | N
         day=days.pop() if len(days) == 1 else None,
         dominance=_mean(measured, "figures", "dominance"),
         trained_parameters=first["trained_parameters"],
+        trained_tokens=first.get("training", {}).get("tokens"),
         leaking=any(cell["figures"]["leaking"] for cell in measured),
         losses=losses,
         documents=documents,
