@@ -28,7 +28,7 @@ nightly: $(VENV)/.dev
 	for recipe in recipes/compare/*.yaml; do name=$$(basename $$recipe .yaml); \
 	  $(BIN)/focus compare $$name --quick --out runs/nightly/$$name || exit 1; done
 
-# docs/reproduction.md from results/
+# docs/reproduction.md and its plots from results/
 reproduction: $(VENV)/.dev
 	$(BIN)/python -m focus_attn.compare.reproduction
 

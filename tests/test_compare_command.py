@@ -27,7 +27,9 @@ def test_quick_form_of_a_recipe(tmp_path):
     assert written["comparison"]["note"] == NOTE
     assert written["verdicts"]
     assert {"ms", "dense_ms"} <= written["cells"][0]["timing"].keys()
-    assert (tmp_path / "pareto.png").stat().st_size > 10_000
+    for data in ("books", "wikitext"):
+        drawn = tmp_path / f"pareto-{data}.png"
+        assert drawn.stat().st_size > 10_000 and str(drawn) in answer.output.replace("\n", "")
     shown = focus("table10", "--show", tmp_path / "cells" / "cells.jsonl", "--json", tmp_path / "again.json")
     assert shown.exit_code == 0, shown.output
     assert json.loads((tmp_path / "again.json").read_text())["rows"] == written["rows"]

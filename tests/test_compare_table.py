@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from focus_attn.compare.plot import label_heights, pareto_front, plot_curves, plot_pareto
+from focus_attn.compare.plot import draw, label_heights, pareto_front, plot_curves, plot_pareto
 from focus_attn.compare.recipe import Comparison, Method
 from focus_attn.compare.runner import Outcome
 from focus_attn.compare.table import Place, blocks_of, make_rows, places, verdicts
@@ -164,6 +164,19 @@ def test_plot_is_drawn(tmp_path):
     drawn = (tmp_path / "pareto.svg").read_text()
     assert "window: " in drawn  # off the scale: named with its figure
     assert "keeps every pair" in drawn
+
+
+def test_several_places_are_files_of_their_own(tmp_path):
+    pytest.importorskip("matplotlib")
+    comparison = Comparison(title="Peers", methods=(Method(name="window", attention="window"),))
+    books, more = [FULL, cell("window")], [{**one, "data": "more", "length": 128} for one in (FULL, cell("window"))]
+    longer = [{**one, "length": 256} for one in more]
+    for number, (cells, names) in enumerate(
+        ((books, ["a"]), ([*books, *more], ["a-books", "a-more"]), ([*more, *longer], ["a-128", "a-256"]))
+    ):
+        (tmp_path / str(number)).mkdir()
+        draw(comparison, cells, tmp_path / str(number) / "a.svg")
+        assert sorted(file.stem for file in (tmp_path / str(number)).iterdir()) == names
 
 
 def test_seeds_are_drawn_from_end_to_end_and_said_where_they_leave_the_panel(tmp_path):

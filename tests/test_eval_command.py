@@ -121,8 +121,13 @@ def test_requests_written_here_are_scored_there_and_summed_up_anywhere(saved, tm
     before = (folder / "k4.jsonl").read_text()
     again = run(*arguments)  # nothing is left to do
     assert again.exit_code == 0 and (folder / "k4.jsonl").read_text() == before
-    summed = run("--from-scores", folder)
+    summed = run("--from-scores", folder, "--json", tmp_path / "all.json")
     assert summed.exit_code == 0, summed.output
+    settings = json.loads((tmp_path / "all.json").read_text())["tasks"]
+    assert set(settings) == set(requests.tasks) and settings["perplexity@128"]["length"] == 128
+    if tasks:  # how long the prefixes came out
+        shortest, longest = settings["piqa@700 shots"]["prefix_tokens"]
+        assert 0 < shortest <= longest < 700
     table = summed.output[summed.output.index("Perplexity") :]
     assert table.splitlines()[:8] == scored.output[scored.output.index("Perplexity") :].splitlines()[:8]
     assert {row.task for row in sum_up(folder).rows} == set(Requests.load(file).tasks)

@@ -64,7 +64,7 @@ def compare(
     from focus_attn.compare.quick import quick as quick_form
     from focus_attn.compare.recipe import Comparison, find_recipe
     from focus_attn.compare.runner import Outcome, Settings, run
-    from focus_attn.compare.table import make_rows, place_of, places, verdicts
+    from focus_attn.compare.table import make_rows, places, verdicts
     from focus_attn.compare.terminal import Bars, print_outcome
     from focus_attn.compare.together import put_together
     from focus_attn.evaluation.requests import Requests
@@ -142,12 +142,6 @@ def compare(
         whole = {"comparison": comparison.to_dict(), "stopped": outcome.stopped, **table, **cells}
         write_json(json_file, whole)
     if plot is not None and rows:
-        from focus_attn.compare.plot import plot_curves, plot_pareto
+        from focus_attn.compare.plot import draw
 
-        for number, at in enumerate(places(rows)):
-            file = plot if number == 0 else plot.with_stem(f"{plot.stem}-{number + 1}")
-            title = f"{comparison.title}: {at.model}, {at.data}, {at.length:,} tokens. {comparison.note or ''}"
-            if comparison.curves:
-                plot_curves([cell for cell in outcome.cells if place_of(cell) == at], title, file)
-            else:
-                plot_pareto(rows, at, title, file)
+        log(f"drawn: {', '.join(map(str, draw(comparison, outcome.cells, plot)))}")

@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from focus_attn.compare.table import BLOCKS, Place, Row
+from focus_attn.compare.recipe import Comparison
+from focus_attn.compare.store import Cell
+from focus_attn.compare.table import BLOCKS, Place, Row, make_rows, place_of, places
 from focus_attn.report.plots import DENSE, FOCUS, STYLE
 
 MARKERS = {"skips": "o", "selects": "s", "dense": "D"}
@@ -19,6 +21,35 @@ LINES = ("-", "--", ":")  # of each round through the colours
 # Shares of a panel.
 MARGIN, SIDE_MARGIN, NAME_HEIGHT, LETTER_WIDTH, POINT_WIDTH = 0.1, 1 / 7, 0.035, 0.0115, 0.02
 OFF_THE_SCALE = 1.5  # times the base's perplexity: such rows are named at the upper edge
+
+
+def draw(comparison: Comparison, cells: Sequence[Cell], path: Path) -> list[Path]:
+    """The files: a figure for each place; where there are several, the name says which."""
+    rows = make_rows(cells)
+    here = places(rows)
+    telling, files = _telling_apart(here), []
+    for at in here:
+        file = path.with_stem("-".join([path.stem, *(str(getattr(at, name)) for name in telling)]))
+        title = f"{comparison.title}: {at.model}, {at.data}, {at.length:,} tokens. {comparison.note or ''}"
+        if comparison.curves:
+            plot_curves([cell for cell in cells if place_of(cell) == at], title, file)
+        else:
+            plot_pareto(rows, at, title, file)
+        files.append(file)
+    return files
+
+
+def _telling_apart(here: Sequence[Place]) -> list[str]:
+    """The fields that it takes."""
+    taken: list[str] = []
+    for name in Place._fields:
+        if _distinct(here, [*taken, name]) > _distinct(here, taken):
+            taken.append(name)
+    return taken
+
+
+def _distinct(here: Sequence[Place], names: Sequence[str]) -> int:
+    return len({tuple(getattr(at, name) for name in names) for at in here})
 
 
 def plot_pareto(rows: Sequence[Row], place: Place, title: str, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""docs/reproduction.md from results/: table by table the published figure, ours, and what explains a difference.
+"""docs/reproduction.md and its plots from results/: the published figures, ours, and what explains a difference.
 
 python -m focus_attn.compare.reproduction
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 from focus_attn.compare.cost import ASSUMPTIONS, estimate
 from focus_attn.compare.models import describe_model
+from focus_attn.compare.plot import draw
 from focus_attn.compare.recipe import BASE as FULL_ATTENTION
 from focus_attn.compare.recipe import FOLDERS, Comparison, find_recipe, recipe_names
 from focus_attn.compare.store import latest
@@ -350,6 +351,8 @@ def _line(*cells: str) -> str:
 def main() -> None:
     if not FOLDERS[-1].is_dir():
         raise SystemExit("the page is made in a clone of the repository: recipes/compare is not here")
+    for name, found in read_results(RESULTS).items():
+        draw(Comparison.from_yaml(find_recipe(name)), found["cells"], RESULTS / "compare" / f"{name}.png")
     PAGE.write_text(make_page(), encoding="utf-8")
     print(PAGE)
 

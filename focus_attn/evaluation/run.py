@@ -61,6 +61,7 @@ class Evaluation:
         }
         return {
             "settings": self.requests.settings,
+            "tasks": {name: task.settings for name, task in self.requests.tasks.items()},
             "requests": self.requests.digest,
             "models": self.runs,
             "rows": [row.to_dict() for row in self.rows],
