@@ -189,7 +189,14 @@ def test_only_some_rows_and_what_they_need():
     comparison = Comparison.from_yaml(find_recipe("peers"))
     names = [method.name for method in with_only(comparison, ["MoBA"])]
     costs = ["Focus, K=8", "Focus, K=8, as shipped"]  # what those are to cost
-    assert names == [BASE, *costs, "MoBA", "MoBA + sinks", "MoBA with sinks at the cost of k8"]
+    assert names == [
+        BASE,
+        *costs,
+        "MoBA",
+        "MoBA + sinks",
+        "MoBA + sinks, blocks of 8",
+        "MoBA with sinks at the cost of k8",
+    ]
     with pytest.raises(ValueError, match="no row is called so"):
         with_only(comparison, ["Reformer"])
 
