@@ -84,7 +84,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if not torch.cuda.is_available():
+        parser.error("a CUDA GPU is needed: without one there are no kernels, and the formula would race itself")
+    device = "cuda"
     rows = []
     for length in map(int, options.lengths.split(",")):
         pairs = options.batch * options.heads * length * (length + 1) / 2

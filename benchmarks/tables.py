@@ -4,7 +4,8 @@
         --out runs/seeds --into results/compare --text books.train=train.npy --text books.test=test.npy
 
 A small model's training waits for the host most of the time, so that several share a GPU well. Comparisons joined by +
-run one after the other in one folder: what they train alike is trained once. The same command goes on after an
+run one after the other in one folder: what they train alike is trained once. A long one can be shared out by its rows:
+`table9@K=@N= table9@w=@tau=` are two processes, of the rows whose names hold these. The same command goes on after an
 interruption. `--into` is a folder of what `focus compare --json` wrote: what stands there is not measured again, and
 what was missing (rows, seeds) is added to it. Other options are those of `focus compare`; a `--text NAME.part=PATH`
 goes to the comparisons that have a dataset NAME.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -27,29 +29,41 @@ Process = subprocess.Popen[bytes]
 COMPARE = [sys.executable, "-m", "focus_attn.cli", "compare"]
 
 
-def name_of(recipe: str) -> str:
-    return Path(recipe).stem
+def recipe_of(part: str) -> str:
+    return part.partition("@")[0]
 
 
-def texts_for(recipe: str, texts: Sequence[str]) -> list[str]:
-    known = Comparison.from_yaml(find_recipe(recipe)).data
+def rows_of(part: str) -> list[str]:
+    return part.split("@")[1:]
+
+
+def name_of(part: str) -> str:
+    """Of its files."""
+    return "-".join([Path(recipe_of(part)).stem, *(re.sub(r"\W+", "_", row) for row in rows_of(part))])
+
+
+def texts_for(part: str, texts: Sequence[str]) -> list[str]:
+    known = Comparison.from_yaml(find_recipe(recipe_of(part))).data
     return [text for text in texts if "=" not in text or text.partition("=")[0].partition(".")[0] in known]
 
 
-def begin(recipe: str, folder: Path, options: argparse.Namespace, passed: Sequence[str], seconds: float) -> Process:
+def begin(part: str, folder: Path, options: argparse.Namespace, passed: Sequence[str], seconds: float) -> Process:
     folder.mkdir(parents=True, exist_ok=True)
-    written = options.out / f"{name_of(recipe)}.json"
+    written = options.out / f"{name_of(part)}.json"
     written.unlink(missing_ok=True)  # of an earlier call: the cells that it was made from are in the folder
-    texts = [part for text in texts_for(recipe, options.text) for part in ("--text", text)]
-    kept = options.into and kept_for(recipe, options)
+    texts = [word for text in texts_for(part, options.text) for word in ("--text", text)]
+    only = [word for row in rows_of(part) for word in ("--only", row)]
+    kept = options.into and kept_for(part, options)
     known = ["--known", str(kept)] if kept and kept.is_file() else []
     files = ["--out", str(folder), "--json", str(written), "--seconds", f"{seconds:.0f}"]
     with written.with_suffix(".log").open("ab") as log:
-        return subprocess.Popen([*COMPARE, recipe, *files, *texts, *known, *passed], stdout=log, stderr=log)
+        return subprocess.Popen(
+            [*COMPARE, recipe_of(part), *files, *texts, *only, *known, *passed], stdout=log, stderr=log
+        )
 
 
 def run_all(groups: Sequence[Sequence[str]], options: argparse.Namespace, passed: Sequence[str]) -> dict[str, str]:
-    """What became of each recipe. Those of a group run one after the other; what is late is not begun."""
+    """What became of each part. Those of a group run one after the other; what is late is not begun."""
     deadline = time.monotonic() + options.seconds
     waiting = [(options.out / "+".join(map(name_of, group)), list(group)) for group in groups]
     running: dict[Process, tuple[Path, list[str]]] = {}
@@ -82,17 +96,17 @@ def said(written: Path, returncode: int) -> str:
     return f"{len(found['cells'])} cells; {found['stopped'] or 'whole'}"
 
 
-def kept_for(recipe: str, options: argparse.Namespace) -> Path:
-    return Path(options.into, f"{name_of(recipe)}{options.suffix}.json")
+def kept_for(part: str, options: argparse.Namespace) -> Path:
+    return Path(options.into, f"{name_of(recipe_of(part))}{options.suffix}.json")
 
 
-def put_together(recipe: str, options: argparse.Namespace) -> str:
+def put_together(part: str, options: argparse.Namespace) -> str:
     """Under the same `--model`, for it stands in the file."""
-    new, kept = options.out / f"{name_of(recipe)}.json", kept_for(recipe, options)
-    shown = [part for file in (kept, new) if file.is_file() for part in ("--show", str(file))]
+    new, kept = options.out / f"{name_of(part)}.json", kept_for(part, options)
+    shown = [word for file in (kept, new) if file.is_file() for word in ("--show", str(file))]
     model = [] if options.model is None else ["--model", options.model]
     answer = subprocess.run(
-        [*COMPARE, recipe, *shown, "--json", str(kept), *model], check=False, capture_output=True, text=True
+        [*COMPARE, recipe_of(part), *shown, "--json", str(kept), *model], check=False, capture_output=True, text=True
     )
     return f" -> {kept}" if answer.returncode == 0 else f", and not put into {kept}: {answer.stderr or answer.stdout}"
 
@@ -109,7 +123,7 @@ def main() -> None:
     parser.add_argument("--model", help="as for focus compare")
     options, passed = parser.parse_known_args()
     groups = [group.split("+") for group in options.groups]
-    fitting = {text for group in groups for recipe in group for text in texts_for(recipe, options.text)}
+    fitting = {text for group in groups for part in group for text in texts_for(part, options.text)}
     if unknown := [text for text in options.text if text not in fitting]:
         parser.error(f"--text {unknown[0]}: none of these comparisons has such a dataset")
     if options.into is not None and "--quick" in passed:

@@ -54,6 +54,19 @@ def test_another_seed_joins_what_was_measured_before(folder, monkeypatch, capsys
     assert rows["ours"]["lowest"] < rows["ours"]["highest"]
 
 
+def test_a_long_one_is_shared_out_by_its_rows(folder, monkeypatch, capsys):
+    windows = {"near": 8, "far": 32}
+    more = "".join(f"  - {{name: {one}, attention: window, options: {{window: {n}}}}}\n" for one, n in windows.items())
+    (folder / "one.yaml").write_text(RECIPE.format(name="one") + more)
+    common = ["--text", "prose=text.txt", "--device", "cpu", "--out", "out", "--into", "kept"]
+    run(monkeypatch, "one.yaml@near", "one.yaml@ours@far", *common, "--at-once", 2)
+    said = capsys.readouterr().out.splitlines()
+    kept = Path("kept", "one.json")
+    assert said == [f"one-near: 2 cells; whole -> {kept}", f"one-ours-far: 3 cells; whole -> {kept}"]
+    rows = [row["name"] for row in json.loads((folder / kept).read_text())["rows"]]
+    assert sorted(rows) == ["far", "full attention", "near", "ours"]
+
+
 def test_what_was_not_begun_is_said(folder, monkeypatch, capsys):
     run(monkeypatch, "three.yaml", "--seconds", 0.5, "--into", "kept")
     assert capsys.readouterr().out == "three: not begun\n"
