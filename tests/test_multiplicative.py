@@ -2,17 +2,15 @@
 
 import itertools
 from collections.abc import Iterator
-from contextlib import nullcontext
 
 import pytest
 import torch
-from kernel_bounds import bounded
+from kernels_everywhere import DEVICE, kernels_everywhere
 from test_additive import CASES, LENGTH, case, run
-from test_router_kernel import _teach_interpreter_bf16
 from tiny import focus, tokens
 from torch.autograd.graph import saved_tensors_hooks
 
-from focus_attn import FocusConfig, kernel_use
+from focus_attn import FocusConfig
 from focus_attn.attention import multiplicative
 from focus_attn.attention.soft import soft_gated_attention
 
@@ -20,8 +18,6 @@ pytest.importorskip("triton")
 from focus_attn.attention import multiplicative_launch
 from focus_attn.attention.launch import Tile
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
 MORE_CASES = {
     **CASES,
     "softcap": {"softcap": 2.0},
@@ -32,15 +28,9 @@ MORE_CASES = {
 
 
 @pytest.fixture(autouse=True)
-def _kernel_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(kernel_use, "DEVICES", (DEVICE,))
-    if not ON_GPU:
-        _teach_interpreter_bf16(monkeypatch)
-    # `torch.empty` gives NaN, so that an element nobody wrote is found.
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    with nullcontext() if ON_GPU else bounded():
+def _kernel_everywhere() -> Iterator[None]:
+    with kernels_everywhere():
         yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

@@ -2,13 +2,11 @@
 
 import functools
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from kernel_bounds import bounded
-from test_router_kernel import _teach_interpreter_bf16
+from kernels_everywhere import DEVICE, kernels_everywhere
 from tiny import focus, tokens
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -22,20 +20,11 @@ pytest.importorskip("triton")
 from focus_attn.attention.launch import Tile
 from focus_attn.training import probe_kernel
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
-
 
 @pytest.fixture(autouse=True)
-def _kernel_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(kernel_use, "DEVICES", (DEVICE,))
-    if not ON_GPU:
-        _teach_interpreter_bf16(monkeypatch)
-    # `torch.empty` gives NaN, so that an element nobody wrote is found.
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    with nullcontext() if ON_GPU else bounded():
+def _kernel_everywhere() -> Iterator[None]:
+    with kernels_everywhere():
         yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from kernel_bounds import bounded
+from kernels_everywhere import DEVICE, ON_GPU, kernels_everywhere
 from tiny import tiny_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -21,39 +22,13 @@ from focus_attn.router import Routing, top_groups
 pytest.importorskip("triton")
 from focus_attn import kernel_use, router_backward, router_kernel, router_training, router_weight
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
 WIDTH = 50
 
 
 @pytest.fixture(autouse=True)
-def _kernel_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(kernel_use, "DEVICES", (DEVICE,))
-    if not ON_GPU:
-        _teach_interpreter_bf16(monkeypatch)
-    # `torch.empty` gives NaN, so that an element nobody wrote is found.
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def _teach_interpreter_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It multiplies the bits of bf16 as if they were integers."""
-    import numpy as np
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    multiply = InterpreterBuilder.create_dot
-
-    def in_fp32(x: TensorHandle) -> TensorHandle:
-        if x.dtype.scalar != tl.bfloat16:
-            return x
-        return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
-
-    def create_dot(self: object, a: TensorHandle, b: TensorHandle, *rest: object) -> TensorHandle:
-        return multiply(self, in_fp32(a), in_fp32(b), *rest)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+def _kernel_everywhere() -> Iterator[None]:
+    with kernels_everywhere(within_bounds=False):
+        yield
 
 
 @pytest.fixture
