@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--text", action="append", default=[], help="as for focus compare")
     parser.add_argument("--model", help="as for focus compare")
     options, passed = parser.parse_known_args()
-    groups = [group.split("+") for group in options.groups]
+    groups = [re.split(r"(?<! )\+(?! )", group) for group in options.groups]  # rows' names have a + between blanks
     fitting = {text for group in groups for part in group for text in texts_for(part, options.text)}
     if unknown := [text for text in options.text if text not in fitting]:
         parser.error(f"--text {unknown[0]}: none of these comparisons has such a dataset")

@@ -12,6 +12,7 @@ from focus_attn.compare.changes import with_adapters, with_data, with_only
 from focus_attn.compare.quick import NOTE, quick
 from focus_attn.compare.recipe import BASE, find_recipe, merged, recipe_names
 from focus_attn.compare.training import check_positions, training_recipe, tuning_options
+from focus_attn.training.coverage import _far_budget
 
 PAPER = [*(f"table{number}" for number in range(1, 11)), "dimension", "domains", "long-context", "groups", "collapse"]
 
@@ -159,6 +160,10 @@ def test_texts_no_longer_than_a_model_can_read():
             for old, new in zip(before.stages, after.stages, strict=True):
                 assert old.tokens <= new.tokens <= 2 * old.tokens  # pieces are whole
             assert after.start.blocks == 2 * before.start.blocks
+            for old, new in ((before.start, after.start), *zip(before.stages, after.stages, strict=True)):
+                if old.budget is not None:  # routers keep the same share of what they can choose from
+                    shares = [_far_budget(one.budget, one.length, after.focus) for one in (old, new)]
+                    assert shares[1] == pytest.approx(shares[0])
     lora = short.methods[-2]
     assert tuning_options(short, lora)["length"] == 2000
     assert tuning_options(short, lora)["sequences"] == 2 * tuning_options(whole, lora)["sequences"]
@@ -179,9 +184,11 @@ def test_what_was_not_run_could_be(name):
     """The commands on the page of reproductions fit GPT-2's 1,024 positions."""
     comparison = Comparison.from_yaml(find_recipe(name))
     for entry in comparison.not_run:
-        if "gpt2" in entry["model"] and "command" not in entry:
-            longest = re.search(r"--longest (\d+)", entry.get("options", ""))
-            asked = dataclasses.replace(comparison, longest=int(longest[1]) if longest else None)
+        if "gpt2" in entry["model"]:
+            said = entry.get("command", f"focus compare {name} {entry.get('options', '')}")
+            longest = re.search(r"--longest (\d+)", said)
+            asked = Comparison.from_yaml(find_recipe(said.split()[2]))
+            asked = dataclasses.replace(asked, longest=int(longest[1]) if longest else None)
             check_positions(asked, entry["model"], tiny_model("gpt2", max_position_embeddings=1024))
 
 

@@ -10,6 +10,8 @@ from focus_attn.compare import Comparison, Dataset, Method
 from focus_attn.compare.cost import estimate
 from focus_attn.compare.recipe import find_recipe, plain
 from focus_attn.compare.reproduction import PAGE, RESULTS, benched, make_page, read_results, speedups
+from focus_attn.compare.table import place_of
+from focus_attn.compare.together import is_of_row
 
 
 def write(folder, name, cells, *, file=None, tasks=(), **changes):
@@ -34,14 +36,18 @@ def test_what_was_measured_is_what_the_recipe_says():
     """A row whose settings were changed later must not keep the figures of the earlier ones under its name."""
     for file in sorted((RESULTS / "compare").glob("*.json")):
         content = json.loads(file.read_text(encoding="utf-8"))
-        rows = {one.name: one for one in Comparison.from_yaml(find_recipe(content["comparison"]["name"])).methods}
+        recipe = Comparison.from_yaml(find_recipe(content["comparison"]["name"]))
+        for part in ("training", "tuning", "train_on", "window"):
+            assert plain(getattr(recipe, part)) == content["comparison"][part], f"{file.name}: {part}"
+        rows = {one.name: one for one in recipe.methods}
+        figures = {(one["row"], place_of(one)): one.get("figures") for one in content["cells"] if one["seed"] == 0}
         for stored in content["cells"]:
-            row, method = rows[stored["row"]], stored["method"]
-            same = ["attention", "options", "serve", "tune"]
-            if row.adapter is None and method.get("adapter") is None:  # an adapter may stand for a training
-                same.append("focus")
-            for part in same:
-                assert plain(getattr(row, part)) == method[part], f"{file.name}: {stored['row']}"
+            row = rows[stored["row"]]
+            assert is_of_row(row, stored), f"{file.name}: {row.name}"
+            if isinstance(row.budget, str):  # the cost of the row above
+                assert stored["budget"] == figures[row.budget, place_of(stored)]["full_layers"]
+            else:
+                assert stored.get("budget") == row.budget
 
 
 def test_results_stand_beside_the_published_figures(tmp_path):

@@ -477,6 +477,20 @@ def test_only_what_other_runs_lack_is_measured(tmp_path, monkeypatch):
     assert {row.name: row.seeds for row in make_rows(more.cells)} == {"full attention": 1, "Focus": 2, "window": 1}
 
 
+def test_a_known_row_of_other_settings_or_costs_is_measured(tmp_path, monkeypatch):
+    known = run(SEEDS, settings(tmp_path)).cells
+    failed = [{**cell, "failed": "once"} if cell["row"] == "window" else cell for cell in known]
+    dearer = [{**cell, "budget": 0.9} if cell["row"] == "window" else cell for cell in known]
+    wider = [{**cell, "method": {**cell["method"], "options": {"window": 9}}} for cell in known]
+    for number, (given, again) in enumerate(((known, []), (failed, ["window"]), (dearer, ["window"]), (wider, None))):
+        made = make_counted(monkeypatch)
+        other_keys = [{**cell, "key": cell["row"]} for cell in given]
+        run(SEEDS, settings(tmp_path / str(number), known=other_keys))
+        names = [name for name, _ in made if name != "full attention"]
+        assert names == (["Focus", "window"] if again is None else again), number
+        monkeypatch.undo()
+
+
 def test_what_is_known_of_other_blocks_is_refused(tmp_path):
     known = run(SEEDS, settings(tmp_path)).cells
     fewer = dataclasses.replace(SEEDS, data={"prose": Dataset(lengths=(96,), blocks=2)})

@@ -170,9 +170,15 @@ def test_several_places_are_files_of_their_own(tmp_path):
     pytest.importorskip("matplotlib")
     comparison = Comparison(title="Peers", methods=(Method(name="window", attention="window"),))
     books, more = [FULL, cell("window")], [{**one, "data": "more", "length": 128} for one in (FULL, cell("window"))]
+    hub = [{**one, "model": "Qwen/Qwen3-0.6B"} for one in books]
     longer = [{**one, "length": 256} for one in more]
     for number, (cells, names) in enumerate(
-        ((books, ["a"]), ([*books, *more], ["a-books", "a-more"]), ([*more, *longer], ["a-128", "a-256"]))
+        (
+            (books, ["a"]),
+            ([*books, *more], ["a-books", "a-more"]),
+            ([*more, *longer], ["a-128", "a-256"]),
+            ([*books, *hub], ["a-Qwen_Qwen3-0.6B", "a-model"]),
+        )
     ):
         (tmp_path / str(number)).mkdir()
         draw(comparison, cells, tmp_path / str(number) / "a.svg")

@@ -10,7 +10,7 @@ from test_additive import CASES, LENGTH, case, run
 from tiny import focus, tokens
 from torch.autograd.graph import saved_tensors_hooks
 
-from focus_attn import FocusConfig
+from focus_attn import FocusConfig, kernel_use
 from focus_attn.attention import multiplicative
 from focus_attn.attention.soft import soft_gated_attention
 
@@ -141,6 +141,9 @@ def test_kernels_fit_into_the_shared_memory_of_devices(room, monkeypatch):
     monkeypatch.setattr(multiplicative_launch, "shared_memory", lambda device: room)
     for item, width, groups in itertools.product((2, 4), (64, 128, 256), (8, 64)):
         assert multiplicative_launch.has_room(width, item, groups, torch.device(DEVICE))
+    for item, width in itertools.product((2, 4), (64, 128, 256)):
+        largest = item == 4 and width == 256 and room < 2**17  # the one that 99 KiB are too few for
+        assert multiplicative_launch.has_room(width, item, 128, torch.device(DEVICE)) is not largest
     assert not multiplicative_launch.has_room(512, 2, 8, torch.device(DEVICE))
     monkeypatch.setattr(multiplicative_launch, "shared_memory", lambda device: 2**14)
     q = torch.randn(1, 2, 5, 256, device=DEVICE)
@@ -156,6 +159,30 @@ def test_the_backend_that_was_asked_for_is_taken(backend, launches, monkeypatch)
     model = focus("llama", FocusConfig.paper(num_groups=4, window=3, backend=backend)).to(DEVICE).train()
     model(tokens(length=20).to(DEVICE))
     assert len(launched) == launches
+
+
+@pytest.mark.parametrize(
+    ("tile", "width", "item", "columns", "compiled"),
+    [
+        (Tile(64, 32, 4, 1), 64, 2, 16, 45056),
+        (Tile(64, 16, 8, 1), 128, 2, 16, 58368),
+        (Tile(64, 16, 8, 1), 256, 2, 16, 107520),
+        (Tile(32, 32, 8, 1), 128, 2, 64, 65536),
+        (Tile(32, 16, 8, 1), 128, 4, 16, 57344),
+        (Tile(32, 16, 8, 1), 256, 4, 16, 106496),
+    ],
+)
+def test_bytes_are_no_fewer_than_compiled(tile, width, item, columns, compiled):
+    """By Triton 3.6 for Hopper and for Ampere, of the kernel that takes the most."""
+    assert compiled <= multiplicative_launch.bytes_of(tile, width, item, columns) <= 1.6 * compiled
+
+
+@pytest.mark.filterwarnings("ignore:a soft gate")
+def test_kernels_that_are_not_there_are_not_replaced_in_silence(monkeypatch):
+    monkeypatch.setattr(kernel_use, "DEVICES", ())
+    model = focus("llama", FocusConfig.paper(num_groups=4, window=3, backend="triton")).to(DEVICE).train()
+    with pytest.raises(ValueError, match=r"no kernels of the multiplicative gate.*backend=.auto."):
+        model(tokens(length=20).to(DEVICE))
 
 
 def test_a_second_derivative_is_refused():

@@ -67,6 +67,13 @@ def test_a_long_one_is_shared_out_by_its_rows(folder, monkeypatch, capsys):
     assert sorted(rows) == ["far", "full attention", "near", "ours"]
 
 
+def test_rows_may_have_a_plus(folder, monkeypatch, capsys):
+    more = "  - {name: near + sinks, attention: window_sinks, options: {window: 8}}\n"
+    (folder / "one.yaml").write_text(RECIPE.format(name="one") + more)
+    run(monkeypatch, "one.yaml@near + sinks", "--text", "prose=text.txt", "--device", "cpu", "--out", "out")
+    assert capsys.readouterr().out == "one-near_sinks: 2 cells; whole\n"
+
+
 def test_what_was_not_begun_is_said(folder, monkeypatch, capsys):
     run(monkeypatch, "three.yaml", "--seconds", 0.5, "--into", "kept")
     assert capsys.readouterr().out == "three: not begun\n"

@@ -37,7 +37,8 @@ def soft_gated_attention(
 ) -> Tensor:
     """q [B, H, T, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv], gates [B, R, T, K] log assignments -> [B, H, T, Dv].
 
-    backend: "reference" is the formula, and so is the multiplicative gate without Triton's kernels.
+    backend: "reference" is the formula; so is the multiplicative gate under "stock", and under "auto" where there are
+    no kernels for it. The additive gate chooses among the others itself.
     """
     if gate == "additive" and backend != "reference" and additive.serves(q, sharpness, scale, softcap):
         return additive.additive_attention(
@@ -47,6 +48,11 @@ def soft_gated_attention(
     found = None
     if gate == "multiplicative" and backend in ("auto", "triton"):
         found = multiplicative.kernels_for(q, k, v, query_gate.shape[-1])
+    if gate == "multiplicative" and backend == "triton" and found is None:
+        raise ValueError(
+            "backend 'triton' has no kernels of the multiplicative gate for this call (they are for CUDA, heads up to "
+            "256 wide and 128 groups): take backend='auto', which goes by the formula here"
+        )
     if found is not None:
         return multiplicative.multiplicative_attention(
             found, q, k, v, query_gate, key_gate,

@@ -5,7 +5,7 @@ Keys stand in blocks of `block_size`. A query scores every block before its own 
 
 Cost: the mean keys (one multiply-add a number), a score for every query and earlier block, the pairs kept. Deviations:
 none in what is computed; blocks are finer than the paper's (512 and more), which favours it at the lengths used here,
-and still finer ones favour it more (recipes/compare/settings.yaml).
+and still finer ones favour it more (recipes/compare/settings.yaml asks how much).
 The blocks that hold the first `num_sinks` keys can be put among the best, which the paper does not do: it trains the
 model with the method, and a pretrained one rests on keys that a block's mean hides.
 """

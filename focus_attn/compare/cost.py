@@ -9,8 +9,8 @@ from focus_attn.compare.recipe import Comparison, Method
 from focus_attn.compare.training import training_recipe, tuning_options
 
 PEAK, USED = 989e12, 0.4  # bf16 FLOP/s of an H100 SXM, and the share of it that training reaches
-# Tokens a second of a model too small to fill a GPU: SmolLM2-135M on an H200 shared by four trainings, whose published
-# gate by its formula took 7 to 13 thousand a second, hard gates up to 58 (`seconds_of_last_call` in results/compare).
+# Tokens a second of a model too small to fill a GPU: SmolLM2-135M on an H200 that other trainings shared took 4 to 14
+# thousand a second with the published gate by its formula, hard gates up to 77 (`seconds_of_last_call` in results).
 MOST_TRAINED, MOST_MEASURED = 1e4, 1e5
 MEMORY, FILLED = 80e9, 0.7  # bytes of its memory, and the share that weights and what belongs to them may take
 BYTES, BYTES_TRAINED = 2, 16  # of a weight in bf16; of a trained one with gradient, fp32 copy and Adam's two moments
@@ -19,13 +19,13 @@ FORWARD, FROZEN, TRAINED = 2, 6, 8
 
 ASSUMPTIONS = (
     f"Estimated costs: {PEAK / 1e12:.0f} TFLOP/s (H100 SXM, bf16) used to {USED:.0%}, but no more than "
-    f"{MOST_TRAINED:,.0f} tokens trained and {MOST_MEASURED:,.0f} measured a second, about what a model of 135 million "
-    f"parameters came to here with the slowest gate; for each parameter and token {FORWARD} FLOP forward, {FROZEN} in "
-    f"training with frozen weights (forward, recomputation, gradient of the activations), {TRAINED} where the weights "
-    "are trained too; the attention's own products, small beside these at such lengths, loading and benchmarks are "
-    f"left out; a frozen weight takes {BYTES} bytes, a trained one {BYTES_TRAINED}, of at most {FILLED:.0%} of a GPU's "
-    f"{MEMORY / 1e9:.0f} GB. A model that needs several GPUs is spread over them by transformers, which was not tried "
-    "here. Estimates, no measurements."
+    f"{MOST_TRAINED:,.0f} tokens trained and {MOST_MEASURED:,.0f} measured a second (a model of 135 million parameters "
+    "was trained at 4 to 14 thousand here with the published gate, at up to 77 thousand with hard ones); for each "
+    f"parameter and token {FORWARD} FLOP forward, {FROZEN} in training with frozen weights (forward, recomputation, "
+    f"gradient of the activations), {TRAINED} where the weights are trained too; the attention's own products, small "
+    "beside these at such lengths, loading and benchmarks are left out; a frozen weight takes "
+    f"{BYTES} bytes, a trained one {BYTES_TRAINED}, of at most {FILLED:.0%} of a GPU's {MEMORY / 1e9:.0f} GB. A model "
+    "that needs several GPUs is spread over them by transformers, which was not tried here. Estimates, no measurements."
 )
 
 

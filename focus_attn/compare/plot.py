@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +30,8 @@ def draw(comparison: Comparison, cells: Sequence[Cell], path: Path) -> list[Path
     here = places(rows)
     telling, files = _telling_apart(here), []
     for at in here:
-        file = path.with_stem("-".join([path.stem, *(str(getattr(at, name)) for name in telling)]))
+        which = (re.sub(r"[^\w.-]+", "_", str(getattr(at, name))) for name in telling)
+        file = path.with_stem("-".join([path.stem, *which]))
         title = f"{comparison.title}: {at.model}, {at.data}, {at.length:,} tokens. {comparison.note or ''}"
         if comparison.curves:
             plot_curves([cell for cell in cells if place_of(cell) == at], title, file)

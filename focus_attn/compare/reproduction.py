@@ -102,15 +102,21 @@ def section(name: str, comparison: Comparison, found: Mapping[str, Any], results
         yield f"Ours: {NOT_RUN}.\n"
     for place in places(rows):
         yield from place_table(comparison, rows, place)
-    for plot in sorted((results / "compare").glob(f"{name}*.png"), key=lambda file: file.stem):
-        if plot.stem == name or plot.stem.startswith(f"{name}-"):
-            yield f"![{comparison.title}](../results/compare/{plot.name})\n"
+    for plot in _plots_of(name, results):
+        yield f"![{comparison.title}](../results/compare/{plot.name})\n"
     for model, tasks in found.get("tasks", []):
         yield from task_table(model, tasks)
     if comparison.tasks and not found.get("tasks"):
         yield f"Benchmarks (`--requests`): {NOT_RUN}.\n"
     if comparison.not_run:
         yield from not_run_table(name, comparison)
+
+
+def _plots_of(name: str, results: Path) -> list[Path]:
+    found = (results / "compare").glob(f"{name}*.png")
+    return sorted(
+        (file for file in found if file.stem == name or file.stem.startswith(f"{name}-")), key=lambda f: f.stem
+    )
 
 
 def published_table(
@@ -158,9 +164,19 @@ def _our_score(entry: Mapping[str, Any], tasks: Sequence[Mapping[str, Any]]) -> 
     """Of the benchmark in its short form, which is the paper's."""
     name = BASE if entry["row"] == FULL_ATTENTION else entry["row"]
     for task in tasks:
-        if (task["task"], task["metric"]) == (entry["task"], entry.get("metric", "acc")) and name in task["models"]:
-            return task_cell(task, name)
+        metric = entry.get("metric", "acc")
+        if (task["task"], task["metric"]) == (entry["task"], metric) and name in task["models"]:
+            return _in_percent(task, name, metric)
     return NOT_RUN
+
+
+def _in_percent(task: Mapping[str, Any], name: str, metric: str) -> str:
+    """As papers give accuracies."""
+    against, score = task["against_base"].get(name), f"{task['models'][name]['estimate']:.1%} ({metric})"
+    if against is None:
+        return score
+    difference, low, high = (f"{100 * against[part]:+.1f}" for part in ("estimate", "low", "high"))
+    return f"{score}, {difference} [{low}, {high}] to base"
 
 
 def place_table(comparison: Comparison, rows: Sequence[Row], place: Place) -> Iterator[str]:
@@ -352,6 +368,8 @@ def main() -> None:
     if not FOLDERS[-1].is_dir():
         raise SystemExit("the page is made in a clone of the repository: recipes/compare is not here")
     for name, found in read_results(RESULTS).items():
+        for old in _plots_of(name, RESULTS):
+            old.unlink()
         draw(Comparison.from_yaml(find_recipe(name)), found["cells"], RESULTS / "compare" / f"{name}.png")
     PAGE.write_text(make_page(), encoding="utf-8")
     print(PAGE)

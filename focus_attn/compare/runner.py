@@ -26,7 +26,7 @@ from focus_attn.compare.subject import OutOfTimeError, Subject, Workshop, digest
 from focus_attn.compare.table import Place
 from focus_attn.compare.tasks import is_scored, score_row, task_table
 from focus_attn.compare.timing import time_attention
-from focus_attn.compare.together import check_same_blocks
+from focus_attn.compare.together import check_same_blocks, is_of_row
 from focus_attn.compare.training import check_positions
 from focus_attn.evaluation.requests import Requests
 from focus_attn.evaluation.summary import BASE
@@ -183,12 +183,15 @@ class _Model:
             self._free_memory()
 
     def _known(self, method: Method, place: _Place, seed: int) -> Cell | None:
-        """By its name, once full attention has shown that the blocks are the same: the digest of a training is of the
-        order of its text too. An adapter is known by its digest alone, for its name says nothing of its weights."""
+        """By its name and settings, once full attention has shown that the blocks are the same: the digest of a
+        training is of the order of its text too. An adapter is known by its digest alone: settings do not tell
+        weights."""
         at = Place(describe_model(self.name), place.data, place.length)
-        if at not in self.same_blocks or method.adapter is not None:
+        cell = self.known.get((*at, method.name, seed))
+        if cell is None or at not in self.same_blocks or method.adapter is not None or "failed" in cell:
             return None
-        return self.known.get((*at, method.name, seed))
+        same_cost = cell["budget"] == self._budget(method, place)
+        return cell if same_cost and is_of_row(method, cell) else None
 
     def _free_memory(self) -> None:
         gc.collect()

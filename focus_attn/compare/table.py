@@ -126,9 +126,9 @@ def _verdict(focus: Row, best: Row, rivals: int, alike: bool, what: str, costs: 
     among = f"of the {rivals} {skipping} work at about the same {what} or less"
     if ratio.estimate < 1 and not alike:
         behind = f"the best of the {rivals} that cost" if rivals > 1 else "one that costs"
-        return (
-            f"{focus.name} has no peer that skips work at about the same {what}; {behind} less is behind: {compared}."
-        )
+        day = " and measured the same day" if what == "time" else ""
+        alone = f"{focus.name} has no peer that skips work at about the same {what}{day}"
+        return f"{alone}; {behind} less is behind: {compared}."
     if ratio.estimate < 1:
         return f"{focus.name} comes before the best {among}: {compared}."
     return f"{focus.name} is NOT first: the best {among} is {best.name}: {compared}."

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from focus_attn.compare.recipe import Method, plain
 from focus_attn.compare.store import FILE, Cell, latest, read_lines
 from focus_attn.compare.table import Place, is_base, place_of
 
@@ -81,6 +82,15 @@ def check_same_blocks(earlier: Iterable[Cell], later: Iterable[Cell], whose: str
             )
         same.add(place_of(cell))
     return same
+
+
+def is_of_row(method: Method, cell: Cell) -> bool:
+    """Whether a stored cell has the settings that the row has now. An adapter may stand for what the row trains."""
+    stored = cell["method"]
+    same = ["attention", "options", "serve", "tune", "train_on"]
+    if method.adapter is None and stored.get("adapter") is None:
+        same += ["focus", "training"]
+    return all(plain(getattr(method, part)) == stored[part] for part in same)
 
 
 def _is_measured_base(cell: Cell) -> bool:

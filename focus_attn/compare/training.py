@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 from focus_attn.compare.recipe import Comparison, Method, merged, plain
 from focus_attn.config import FocusConfig
 from focus_attn.hf import text_config
+from focus_attn.training.coverage import budget_at
 from focus_attn.training.recipe import Recipe, Stage, Start
+
+Part = TypeVar("Part", Start, Stage)
 
 # What a run of this kind has no use for: nothing is held back, the rows are measured on text of their own.
 TRAINING: dict[str, Any] = {"evaluate_every": 0, "data": {"held_out": 0}}
@@ -71,31 +74,33 @@ def check_positions(comparison: Comparison, name: str, model: nn.Module) -> None
 def tuning_options(comparison: Comparison, method: Method) -> dict[str, Any]:
     assert method.tune is not None
     options = {**TUNING, **comparison.tuning, **method.tune}
-    pieces = _pieces(options["length"], comparison.longest)
-    shorter = {"length": min(options["length"], comparison.longest or options["length"])}
-    return {**options, **shorter, "sequences": options["sequences"] * pieces}
+    length, pieces = _pieces(options["length"], comparison.longest)
+    return {**options, "length": length, "sequences": options["sequences"] * pieces}
 
 
 def _in_pieces(recipe: Recipe, longest: int) -> Recipe:
-    """The same number of tokens, none behind more than `longest` others."""
-    stages = tuple(
-        dataclasses.replace(
-            stage,
-            length=min(stage.length, longest),
-            sequences=stage.sequences * _pieces(stage.length, longest),
-            micro_batch=stage.micro_batch * _pieces(stage.length, longest),
-        )
-        for stage in recipe.stages
+    """As many tokens or, where pieces do not come out even, some more, and of the far pairs the same share."""
+    return dataclasses.replace(
+        recipe,
+        start=None if recipe.start is None else _shortened(recipe.start, longest, recipe.focus, "blocks"),
+        stages=tuple(_shortened(one, longest, recipe.focus, "sequences", "micro_batch") for one in recipe.stages),
     )
-    start = recipe.start
-    if start is not None:
-        blocks = start.blocks * _pieces(start.length, longest)
-        start = dataclasses.replace(start, length=min(start.length, longest), blocks=blocks)
-    return dataclasses.replace(recipe, stages=stages, start=start)
 
 
-def _pieces(length: int, longest: int | None) -> int:
-    return 1 if longest is None else -(-length // longest)
+def _shortened(part: Part, longest: int, focus: FocusConfig | None, *counts: str) -> Part:
+    """counts: the fields that say how many texts."""
+    length, pieces = _pieces(part.length, longest)
+    if pieces == 1:
+        return part
+    assert focus is not None
+    budget = None if part.budget is None else budget_at(length, part.budget, part.length, focus)
+    more = {name: getattr(part, name) * pieces for name in counts}
+    return dataclasses.replace(part, length=length, budget=budget, **more)
+
+
+def _pieces(length: int, longest: int | None) -> tuple[int, int]:
+    """(how long a piece is, how many it takes)."""
+    return (length, 1) if longest is None else (min(length, longest), -(-length // longest))
 
 
 def focus_config(method: Method, usual: Mapping[str, Any]) -> FocusConfig:

@@ -200,12 +200,22 @@ def check_budget(budget: float) -> None:
         raise ValueError(f"`budget` is a share of the causal pairs, between 0 and 1, got {budget}")
 
 
+def budget_at(length: int, budget: float, usual: int, config: FocusConfig) -> float:
+    """What leaves routers at `length` the share of the far pairs that `budget` leaves them at the `usual` length."""
+    near = _near_share(length, config)
+    return near + _far_budget(budget, usual, config) * (1 - near)
+
+
+def _near_share(length: int, config: FocusConfig) -> float:
+    """Of the causal pairs, those inside the window or with a sink."""
+    beyond = max(0, length - config.window - 1 - config.num_sinks)
+    return 1 - beyond * (beyond + 1) // 2 / (length * (length + 1) // 2)
+
+
 def _far_budget(budget: float, length: int, config: FocusConfig) -> float:
     """The share of the far pairs that may be kept so that `budget` of all causal pairs are."""
     check_budget(budget)
-    causal = length * (length + 1) // 2
-    beyond = max(0, length - config.window - 1 - config.num_sinks)
-    near = 1 - beyond * (beyond + 1) // 2 / causal
+    near = _near_share(length, config)
     if budget <= near:
         raise ValueError(
             f"`budget` {budget} leaves nothing for the routers: at {length} tokens a window of {config.window} and "
