@@ -190,7 +190,7 @@ class _Model:
         cell = self.known.get((*at, method.name, seed))
         if cell is None or at not in self.same_blocks or method.adapter is not None or "failed" in cell:
             return None
-        same_cost = cell["budget"] == self._budget(method, place)
+        same_cost = cell.get("budget") == self._budget(method, place)
         return cell if same_cost and is_of_row(method, cell) else None
 
     def _free_memory(self) -> None:
