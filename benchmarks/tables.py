@@ -67,17 +67,17 @@ def run_all(groups: Sequence[Sequence[str]], options: argparse.Namespace, passed
     deadline = time.monotonic() + options.seconds
     waiting = [(options.out / "+".join(map(name_of, group)), list(group)) for group in groups]
     running: dict[Process, tuple[Path, list[str]]] = {}
-    became = {recipe: "not begun" for group in groups for recipe in group}
+    became = {part: "not begun" for group in groups for part in group}
     try:
         while waiting or running:
             while waiting and len(running) < options.at_once:
-                folder, recipes = waiting.pop(0)
+                folder, parts = waiting.pop(0)
                 left = deadline - time.monotonic()
                 if left >= 1:
-                    running[begin(recipes[0], folder, options, passed, min(left, 10**9))] = folder, recipes
+                    running[begin(parts[0], folder, options, passed, min(left, 10**9))] = folder, parts
             for process in [process for process in running if process.poll() is not None]:
-                folder, (recipe, *rest) = running.pop(process)
-                became[recipe] = said(options.out / f"{name_of(recipe)}.json", process.returncode)
+                folder, (part, *rest) = running.pop(process)
+                became[part] = said(options.out / f"{name_of(part)}.json", process.returncode)
                 if rest:
                     waiting.insert(0, (folder, rest))
             time.sleep(0.1)
@@ -130,9 +130,9 @@ def main() -> None:
         parser.error("--quick has figures that mean nothing: leave --into out")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended too
     became = run_all(groups, options, [*([] if options.model is None else ["--model", options.model]), *passed])
-    for recipe, what in became.items():
+    for part, what in became.items():
         measured = options.into is not None and what.partition(" ")[0].isdigit()
-        print(f"{name_of(recipe)}: {what}{put_together(recipe, options) if measured else ''}")
+        print(f"{name_of(part)}: {what}{put_together(part, options) if measured else ''}")
     if any(what.startswith("failed") for what in became.values()):
         sys.exit(1)
 

@@ -163,8 +163,8 @@ def our_figure(
 def _our_score(entry: Mapping[str, Any], tasks: Sequence[Mapping[str, Any]]) -> str:
     """Of the benchmark in its short form, which is the paper's."""
     name = BASE if entry["row"] == FULL_ATTENTION else entry["row"]
+    metric = entry.get("metric", "acc")
     for task in tasks:
-        metric = entry.get("metric", "acc")
         if (task["task"], task["metric"]) == (entry["task"], metric) and name in task["models"]:
             return _in_percent(task, name, metric)
     return NOT_RUN

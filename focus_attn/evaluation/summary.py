@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -112,7 +112,6 @@ def summarise(requests: Requests, scores: Mapping[str, Scores], resamples: int =
 
 def summarise_seeds(requests: Requests, runs: Mapping[str, Runs], resamples: int = RESAMPLES) -> list[Row]:
     """The same where models were trained with several seeds: an item's score is the mean over them."""
-    seeds = {name: len(own) for name, own in runs.items() if len(own) > 1}
     rows = []
     for task in requests.tasks.values():
         items = [item for item in requests.items if item.task == task.name]
@@ -129,8 +128,7 @@ def summarise_seeds(requests: Requests, runs: Mapping[str, Runs], resamples: int
                 for name, own in values.items()
             }
             weights = [weight(item, metric) for item in items]
-            row = _row(task, metric, items, columns, weights, runs, resamples)
-            rows.append(replace(row, seeds=seeds))
+            rows.append(_row(task, metric, items, columns, weights, runs, resamples))
     return rows
 
 
@@ -234,4 +232,5 @@ def _row(
         for name, own in runs.items()
         if (shares := [one[item.key]["pairs_kept"] for one in own for item in items if "pairs_kept" in one[item.key]])
     }
-    return Row(task.name, metric, len(items), models, against, losses, guessing, above, kept)
+    seeds = {name: len(own) for name, own in runs.items() if len(own) > 1}
+    return Row(task.name, metric, len(items), models, against, losses, guessing, above, kept, seeds)

@@ -107,8 +107,10 @@ def estimate_memory(
 
 def _by_formula(focus: FocusConfig, width: int, item: int, device: torch.device) -> bool:
     """Whether a soft gate keeps numbers for all pairs. width: of a head; item: bytes of an element."""
-    if focus.gate == "hard" or focus.backend == "reference":
-        return focus.gate != "hard"
+    if focus.gate == "hard":
+        return False
+    if focus.backend == "reference":
+        return True
     if focus.gate == "additive":
         return focus.gate_sharpness > SHARPEST
     found = kernels(KERNELS, device) if focus.backend != "stock" else None
