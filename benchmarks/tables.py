@@ -6,9 +6,10 @@
 A small model's training waits for the host most of the time, so that several share a GPU well. Comparisons joined by +
 run one after the other in one folder: what they train alike is trained once. A long one can be shared out by its rows:
 `table9@K=@N= table9@w=@tau=` are two processes, of the rows whose names hold these. The same command goes on after an
-interruption. `--into` is a folder of what `focus compare --json` wrote: what stands there is not measured again, and
-what was missing (rows, seeds) is added to it. Other options are those of `focus compare`; a `--text NAME.part=PATH`
-goes to the comparisons that have a dataset NAME.
+interruption; what found no memory beside the others is tried once more at the end. `--into` is a folder of what
+`focus compare --json` wrote: what stands there is not measured again, and what was missing (rows, seeds, answers to
+benchmarks) is added to it. Other options are those of `focus compare`; a `--text NAME.part=PATH` goes to the
+comparisons that have a dataset NAME, `--requests table4=FILE` to that table.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pathlib import Path
 from focus_attn.compare.recipe import Comparison, find_recipe
 
 Process = subprocess.Popen[bytes]
+NO_MEMORY = "out of memory"  # as `focus compare` says it
 COMPARE = [sys.executable, "-m", "focus_attn.cli", "compare"]
 
 
@@ -47,6 +49,16 @@ def texts_for(part: str, texts: Sequence[str]) -> list[str]:
     return [text for text in texts if "=" not in text or text.partition("=")[0].partition(".")[0] in known]
 
 
+def requests_for(part: str, options: argparse.Namespace) -> list[str]:
+    return [
+        word
+        for given in options.requests
+        for name, _, file in [given.partition("=")]
+        if name == Path(recipe_of(part)).stem
+        for word in ("--requests", file)
+    ]
+
+
 def begin(part: str, folder: Path, options: argparse.Namespace, passed: Sequence[str], seconds: float) -> Process:
     folder.mkdir(parents=True, exist_ok=True)
     written = options.out / f"{name_of(part)}.json"
@@ -58,7 +70,9 @@ def begin(part: str, folder: Path, options: argparse.Namespace, passed: Sequence
     files = ["--out", str(folder), "--json", str(written), "--seconds", f"{seconds:.0f}"]
     with written.with_suffix(".log").open("ab") as log:
         return subprocess.Popen(
-            [*COMPARE, recipe_of(part), *files, *texts, *only, *known, *passed], stdout=log, stderr=log
+            [*COMPARE, recipe_of(part), *files, *texts, *only, *known, *requests_for(part, options), *passed],
+            stdout=log,
+            stderr=log,
         )
 
 
@@ -68,6 +82,7 @@ def run_all(groups: Sequence[Sequence[str]], options: argparse.Namespace, passed
     waiting = [(options.out / "+".join(map(name_of, group)), list(group)) for group in groups]
     running: dict[Process, tuple[Path, list[str]]] = {}
     became = {part: "not begun" for group in groups for part in group}
+    again: set[str] = set()
     try:
         while waiting or running:
             while waiting and len(running) < options.at_once:
@@ -78,8 +93,12 @@ def run_all(groups: Sequence[Sequence[str]], options: argparse.Namespace, passed
             for process in [process for process in running if process.poll() is not None]:
                 folder, (part, *rest) = running.pop(process)
                 became[part] = said(options.out / f"{name_of(part)}.json", process.returncode)
+                late = NO_MEMORY in became[part] and part not in again
+                again.update([part] if late else [])
                 if rest:
-                    waiting.insert(0, (folder, rest))
+                    waiting.insert(0, (folder, [*rest, part] if late else rest))
+                elif late:
+                    waiting.append((folder, [part]))
             time.sleep(0.1)
     finally:  # each keeps the cells that are whole
         for process in running:
@@ -106,7 +125,10 @@ def put_together(part: str, options: argparse.Namespace) -> str:
     shown = [word for file in (kept, new) if file.is_file() for word in ("--show", str(file))]
     model = [] if options.model is None else ["--model", options.model]
     answer = subprocess.run(
-        [*COMPARE, recipe_of(part), *shown, "--json", str(kept), *model], check=False, capture_output=True, text=True
+        [*COMPARE, recipe_of(part), *shown, "--json", str(kept), *model, *requests_for(part, options)],
+        check=False,
+        capture_output=True,
+        text=True,
     )
     return f" -> {kept}" if answer.returncode == 0 else f", and not put into {kept}: {answer.stderr or answer.stdout}"
 
@@ -120,12 +142,16 @@ def main() -> None:
     parser.add_argument("--into", type=Path, help="folder of tables: what they lack is measured, and added")
     parser.add_argument("--suffix", default="", help="of the files there, as in table1_gemma.json")
     parser.add_argument("--text", action="append", default=[], help="as for focus compare")
+    parser.add_argument("--requests", action="append", default=[], help="TABLE=FILE, as for focus compare")
     parser.add_argument("--model", help="as for focus compare")
     options, passed = parser.parse_known_args()
     groups = [re.split(r"(?<! )\+(?! )", group) for group in options.groups]  # rows' names have a + between blanks
     fitting = {text for group in groups for part in group for text in texts_for(part, options.text)}
     if unknown := [text for text in options.text if text not in fitting]:
         parser.error(f"--text {unknown[0]}: none of these comparisons has such a dataset")
+    tables = {Path(recipe_of(part)).stem for group in groups for part in group}
+    if unknown := [given for given in options.requests if given.partition("=")[0] not in tables]:
+        parser.error(f"--requests {unknown[0]}: give it as TABLE=FILE, for one of {', '.join(sorted(tables))}")
     if options.into is not None and "--quick" in passed:
         parser.error("--quick has figures that mean nothing: leave --into out")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended too

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from focus_attn.cli import app
-from focus_attn.compare.quick import NOTE
+from focus_attn.compare.quick import NOTE, quick_requests
 
 
 def focus(*arguments):
@@ -50,6 +50,22 @@ def test_quick_form_of_an_adapter_beside_a_peer(tmp_path):
     assert rows.keys() == {"ours", "near", "full attention"}
     assert all(row["ppl"] > 1 for row in rows.values())
     assert rows["near"]["multiply_adds"] <= rows["ours"]["multiply_adds"] < 1
+
+
+def test_quick_form_asks_benchmarks_too(tmp_path):
+    quick_requests().save(tmp_path / "asked.jsonl")
+    part = ["--quick", "--only", "r=4"]
+    answer = focus("table3", *part, "--out", tmp_path / "cells", "--json", tmp_path / "all.json")
+    assert answer.exit_code == 0, answer.output
+    assert "needle@512" in answer.output
+    shown = ["--show", tmp_path / "all.json", "--requests", tmp_path / "asked.jsonl", "--json", tmp_path / "again.json"]
+    again = focus("table3", *part, *shown)
+    assert again.exit_code == 0, again.output
+    first, second = (json.loads((tmp_path / name).read_text()) for name in ("all.json", "again.json"))
+    assert first["tasks"] == second["tasks"]
+    assert list(first["tasks"][0]["models"]) == ["base", "LoRA, r=4"]
+    assert focus("table3", "--quick", "--only", "DoRA", *shown).exit_code == 0
+    assert list(json.loads((tmp_path / "again.json").read_text())["tasks"][0]["models"]) == ["base"]
 
 
 def test_texts_are_written_as_tokens_and_read_back(tmp_path):

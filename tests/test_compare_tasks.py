@@ -1,6 +1,7 @@
 """Benchmarks as part of a comparison."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from focus_attn.baselines import make_baseline
 from focus_attn.compare import Comparison, Dataset, Method
 from focus_attn.compare.runner import Settings, run
 from focus_attn.compare.subject import OutOfTimeError
-from focus_attn.compare.tasks import is_scored, score_row, task_cell
+from focus_attn.compare.tasks import in_order, is_scored, score_row, task_cell
+from focus_attn.compare.tasks import task_table as task_summary
 from focus_attn.compare.terminal import task_table
+from focus_attn.compare.together import put_together
 from focus_attn.evaluation.requests import Item, Requests, Task
 from focus_attn.evaluation.score_file import read_scores
 from focus_attn.zoo import tiny_random_model
@@ -68,6 +71,47 @@ def test_every_row_is_scored_and_compared_with_the_base(comparison, requests, tm
     assert len(list((tmp_path / "scores").iterdir())) == 3
     shown = task_table(outcome.tasks)
     assert [column.header for column in shown.columns] == ["task", "n", "base", "all of it", "near"]
+
+
+def only(comparison, *names):
+    return dataclasses.replace(comparison, methods=tuple(one for one in comparison.methods if one.name in names))
+
+
+def written(folder, name, comparison, outcome):
+    content = {"comparison": comparison.to_dict(), **dataclasses.asdict(outcome), "scores": outcome.scored}
+    (folder / name).write_text(json.dumps(content))
+    return folder / name
+
+
+def test_benchmarks_of_several_runs_are_put_together(comparison, requests, tmp_path):
+    """From what each row made of every item, as if they had been asked in one run."""
+    whole = run(comparison, settings(tmp_path / "whole", requests))
+    files = []
+    for name in ("near", "all of it"):
+        part = only(comparison, name)
+        files.append(written(tmp_path, f"{name}.json", part, run(part, settings(tmp_path / name, requests))))
+    with pytest.raises(ValueError, match=r"have benchmarks: give the --requests"):
+        put_together(files)
+    shown = in_order(put_together(files, requests=requests).scored, comparison)
+    assert [one["row"] for one in shown] == ["base", "all of it", "near"]
+    assert task_summary(requests, shown) == whole.tasks
+    other = Requests(requests.tasks, requests.items[1:], requests.prefixes)
+    with pytest.raises(ValueError, match="none of the files to show has answers to these"):
+        put_together(files, requests=other)
+
+
+def test_known_benchmarks_are_not_asked_again(comparison, requests, tmp_path):
+    first = run(comparison, settings(tmp_path / "first", requests))
+    wider = Method(name="near", attention="window", options={"window": 3})  # another row under the same name
+    for methods, asked in ((comparison.methods, 0), ((*comparison.methods[:2], wider), 1)):
+        folder = tmp_path / str(asked)
+        known = {"known": first.cells, "known_scores": first.scored}
+        outcome = run(
+            dataclasses.replace(comparison, methods=methods), dataclasses.replace(settings(folder, requests), **known)
+        )
+        assert [row["task"] for row in outcome.tasks] == [row["task"] for row in first.tasks]
+        assert (outcome.tasks == first.tasks) is (asked == 0)
+        assert len(list(folder.glob("scores/*"))) == asked
 
 
 def test_other_requests_are_asked_anew(comparison, requests, tmp_path):

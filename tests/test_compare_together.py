@@ -49,7 +49,7 @@ def test_other_blocks_are_not_put_together(first, tmp_path):
 def test_benchmarks_of_two_runs_are_not_put_together(first, tmp_path):
     write(tmp_path, "table3", [BASE], file="more", tasks=[TASK])
     files = [first, tmp_path / "compare" / "more.json"]
-    with pytest.raises(ValueError, match="have benchmarks, which cannot be put together"):
+    with pytest.raises(ValueError, match="have benchmarks: give the --requests that were asked"):
         put_together(files)
     assert len(put_together(files, tasks=False).cells) == 2
 

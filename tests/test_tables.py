@@ -10,6 +10,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import tables
 
+from focus_attn.compare.quick import quick_requests
+
 RECIPE = """
 name: {name}
 models: [tiny]
@@ -65,6 +67,37 @@ def test_a_long_one_is_shared_out_by_its_rows(folder, monkeypatch, capsys):
     assert said == [f"one-near: 2 cells; whole -> {kept}", f"one-ours-far: 3 cells; whole -> {kept}"]
     rows = [row["name"] for row in json.loads((folder / kept).read_text())["rows"]]
     assert sorted(rows) == ["far", "full attention", "near", "ours"]
+
+
+def test_benchmarks_of_its_rows_are_put_together(folder, monkeypatch, capsys):
+    windows = {"near": 8, "far": 32}
+    rows = "".join(f"  - {{name: {one}, attention: window, options: {{window: {n}}}}}\n" for one, n in windows.items())
+    (folder / "one.yaml").write_text(RECIPE.format(name="one").split("training:")[0] + f"tasks: true\nmethods:\n{rows}")
+    quick_requests().save(folder / "asked.jsonl")
+    common = ["--text", "prose=text.txt", "--device", "cpu", "--into", "kept", "--requests", "one=asked.jsonl"]
+    run(monkeypatch, "one.yaml@near", "one.yaml@far", *common, "--out", "out", "--at-once", 2)
+    assert all("not put into" not in line for line in capsys.readouterr().out.splitlines())
+    kept = json.loads((folder / "kept" / "one.json").read_text())
+    assert set(kept["tasks"][0]["models"]) == {"base", "near", "far"}
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "one.yaml", *common, "--requests", "two=asked.jsonl")
+    assert "--requests two=asked.jsonl: give it as TABLE=FILE, for one of one" in capsys.readouterr().err
+
+
+def test_what_found_no_memory_is_tried_once_more(folder, monkeypatch, capsys):
+    """After what was to follow it."""
+    (folder / "compare.py").write_text(
+        "import json, sys\n"
+        "recipe, file = sys.argv[1], sys.argv[sys.argv.index('--json') + 1]\n"
+        "with open('begun.txt', 'a') as begun: print(recipe, file=begun)\n"
+        "stopped = 'out of memory: ours' if recipe == 'one.yaml' else None\n"
+        "open(file, 'w').write(json.dumps({'cells': [], 'stopped': stopped}))\n"
+    )
+    monkeypatch.setattr(tables, "COMPARE", [sys.executable, str(folder / "compare.py")])
+    run(monkeypatch, "one.yaml+two.yaml", "three.yaml", "--out", "out", "--at-once", 1)
+    assert (folder / "begun.txt").read_text().split() == ["one.yaml", "two.yaml", "one.yaml", "three.yaml"]
+    said = ["one: 0 cells; out of memory: ours", "two: 0 cells; whole", "three: 0 cells; whole"]
+    assert capsys.readouterr().out.splitlines() == said
 
 
 def test_rows_may_have_a_plus(folder, monkeypatch, capsys):

@@ -62,12 +62,15 @@ def compare(
     from focus_attn.bench.terminal import make_console
     from focus_attn.compare.changes import with_adapters, with_data, with_only
     from focus_attn.compare.quick import quick as quick_form
+    from focus_attn.compare.quick import quick_requests
     from focus_attn.compare.recipe import Comparison, find_recipe
     from focus_attn.compare.runner import Outcome, Settings, run
     from focus_attn.compare.table import make_rows, places, verdicts
+    from focus_attn.compare.tasks import in_order, task_table
     from focus_attn.compare.terminal import Bars, print_outcome
     from focus_attn.compare.together import put_together
     from focus_attn.evaluation.requests import Requests
+    from focus_attn.evaluation.summary import BASE
 
     asked = {
         "--text": text,
@@ -109,24 +112,32 @@ def compare(
     def log(line: str) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
+    asked_of_all = None if requests is None else Requests.load(requests)
+    if quick and comparison.tasks and asked_of_all is None and not show:
+        asked_of_all = quick_requests()
     if show:
-        shown = put_together(show, comparison.tasks)
-        outcome = Outcome(shown.cells, shown.tasks)
+        shown = put_together(show, comparison.tasks, asked_of_all)
+        outcome = Outcome(shown.cells, in_order(shown.scored, comparison), shown.tasks)
         said: dict[str, Any] = {"note": shown.note or comparison.note, "models": shown.models or comparison.models}
         comparison = dataclasses.replace(comparison, **said)
         if only:
-            names = {method.name for method in comparison.methods}
+            names = {BASE, *(method.name for method in comparison.methods)}
             outcome.cells = [cell for cell in outcome.cells if cell["row"] in names]
+            outcome.scored = [one for one in outcome.scored if one["row"] in names]
+        if asked_of_all is not None:
+            outcome.tasks = task_table(asked_of_all, outcome.scored)
     else:
         place = read_device("cpu" if quick else device)
         with Bars(console) as bars:
+            before = put_together(known, tasks=False) if known else None
             settings = Settings(
                 out or Path("runs/compare") / (comparison.name + ("-quick" if quick else "")),
                 place,
                 read_dtype("fp32" if quick else dtype, place),
                 seconds=math.inf if seconds is None else seconds,
-                requests=None if requests is None else Requests.load(requests),
-                known=put_together(known, tasks=False).cells if known else (),
+                requests=asked_of_all,
+                known=before.cells if before else (),
+                known_scores=before.scored if before else (),
                 progress=bars,
                 log=log,
             )
@@ -138,7 +149,7 @@ def compare(
             "rows": [row.to_dict() for row in rows],
             "verdicts": {str(tuple(at)): verdicts(rows, at) for at in places(rows)},
         }
-        cells = {"tasks": outcome.tasks, "cells": outcome.cells}
+        cells = {"tasks": outcome.tasks, "scores": outcome.scored, "cells": outcome.cells}
         whole = {"comparison": comparison.to_dict(), "stopped": outcome.stopped, **table, **cells}
         write_json(json_file, whole)
     if plot is not None and rows:

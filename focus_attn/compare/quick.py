@@ -9,15 +9,21 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from focus_attn.compare.models import TINY
+import torch
+
+from focus_attn.compare.models import TINY, load_model
 from focus_attn.compare.recipe import Comparison, Dataset, Method, merged
 from focus_attn.compare.training import TUNING
+from focus_attn.evaluation.requests import Requests
+from focus_attn.evaluation.retrieval import retrieval
+from focus_attn.text import default_text
 
 SHRINK = 8  # lengths and windows are divided by it, so that shares of pairs stay what they are
 TOKENS = ("window", "num_sinks", "keys", "heavy", "recent", "block_size", "length")  # options counted in tokens
 PLACES = ("dense_layers", "dense_heads")  # of a larger model than the tiny one
 NOTE = "QUICK FORM: a tiny random model on Python's documentation, a few steps. The figures mean nothing."
 STEPS = 2
+QUESTION = 512  # tokens
 # Where a comparison says nothing of training: the defaults are for larger models and texts.
 UNSAID = {"start": {"how": "random"}, "stages": [{"steps": STEPS, "length": 128, "sequences": 1, "warmup": 1}]}
 
@@ -37,6 +43,12 @@ def quick(comparison: Comparison) -> Comparison:
         window=comparison.window // SHRINK,
         note=NOTE,
     )
+
+
+def quick_requests() -> Requests:
+    """A few questions in place of benchmarks, which need files or the hub."""
+    _, tokenizer = load_model(TINY, torch.float32, torch.device("cpu"))
+    return retrieval(tokenizer, "needle", default_text().held_out, [QUESTION], depths=[0.0, 0.5], per_cell=3)
 
 
 def _small_data(dataset: Dataset) -> Dataset:

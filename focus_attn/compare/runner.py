@@ -24,7 +24,7 @@ from focus_attn.compare.recipe import Comparison, Method
 from focus_attn.compare.store import FILE, Cell, CellStore, who_and_where
 from focus_attn.compare.subject import OutOfTimeError, Subject, Workshop, digest, until
 from focus_attn.compare.table import Place
-from focus_attn.compare.tasks import is_scored, score_row, task_table
+from focus_attn.compare.tasks import Scored, answers_in, is_scored, score_row, task_table, who
 from focus_attn.compare.timing import time_attention
 from focus_attn.compare.together import check_same_blocks, is_of_row
 from focus_attn.compare.training import check_positions
@@ -47,6 +47,7 @@ class Settings:
     seconds: float = math.inf
     requests: Requests | None = None  # of the benchmarks, where the comparison asks for them
     known: Sequence[Cell] = ()  # of other runs, which need not be measured
+    known_scores: Sequence[Scored] = ()  # their benchmarks
     progress: Progress | None = None
     log: Callable[[str], None] = lambda line: None
 
@@ -56,6 +57,7 @@ class Outcome:
     """What there is of a comparison so far."""
 
     cells: list[Cell] = field(default_factory=list)
+    scored: list[Scored] = field(default_factory=list)  # the benchmarks, item by item
     tasks: list[dict[str, Any]] = field(default_factory=list)  # every metric of the benchmarks, with intervals
     stopped: str | None = None  # why it is not all
 
@@ -78,7 +80,8 @@ def run(comparison: Comparison, settings: Settings) -> Outcome:
                     outcome.cells.append(cell)
             finally:  # what is scored by then
                 if model.requests is not None:
-                    outcome.tasks = task_table(model.requests, model.score_files)
+                    outcome.scored = model.scored
+                    outcome.tasks = task_table(model.requests, model.scored)
             too_large |= model.too_large
         if too_large:
             rows = ", ".join(too_large)
@@ -128,9 +131,10 @@ class _Model:
             settings.progress,
             settings.log,
         )
-        self.score_files: dict[str, list[Path]] = {}  # of each row, by seed
+        self.scored: list[Scored] = []
         self.too_large: dict[str, None] = {}  # rows for which there was not enough memory, in order
         self.known = {who_and_where(cell): cell for cell in settings.known}
+        self.known_scores = {who(one): one for one in settings.known_scores}
         self.same_blocks: set[Place] = set()  # where known cells were measured on the blocks of this run
         self.begun = 0  # cells
         self.measured = False  # any of them, in this run
@@ -156,6 +160,7 @@ class _Model:
     def _row(self, method: Method, seed: int) -> Iterator[Cell]:
         """A row is made once, and only if one of its cells is missing."""
         subject: Subject | None = None
+        known = True
         for place in self._places():
             self.begun += 1
             cell = self._known(method, place, seed)
@@ -175,9 +180,17 @@ class _Model:
                 self.settings.log(f"{self.begun}/{self.total} {where}: {one_line(cell)}")
             if "figures" in cell:
                 self.costs.setdefault((method.name, place), cell["figures"]["full_layers"])
+            known &= method.is_base or self.known.get(who_and_where(cell), {}).get("key") == cell["key"]
             yield cell
         if self.requests is not None:
-            subject = self._score(method, subject, seed)
+            name = BASE if method.is_base else method.name
+            answers = {"model": describe_model(self.name), "row": name, "seed": seed, "requests": self.requests.digest}
+            if known and who(answers) in self.known_scores:
+                self.scored.append(self.known_scores[who(answers)])
+            else:
+                subject, file = self._score(method, subject, seed)
+                if is_scored(self.requests, file):
+                    self.scored.append(answers | answers_in(file, self.requests, name))
         if subject is not None and subject.model is not self.workshop.model:  # a copy, whose memory the next one needs
             del subject
             self._free_memory()
@@ -198,28 +211,27 @@ class _Model:
         if self.settings.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _score(self, method: Method, subject: Subject | None, seed: int) -> Subject | None:
-        """The benchmarks of a row, which is made for them if it is not there yet."""
+    def _score(self, method: Method, subject: Subject | None, seed: int) -> tuple[Subject | None, Path]:
+        """The benchmarks of a row, which is made for them if it is not there yet, and their file."""
         assert self.requests is not None
         made = [self.workshop.identity(method, seed), method.budget, self._fitted_to(method)]
         key = digest([*made, self.requests.digest])
         file = self.settings.folder / "scores" / f"{key}.jsonl"
         name = method.name if len(self.comparison.seeds_of(method)) == 1 else f"{method.name}, seed {seed}"
-        self.score_files.setdefault(BASE if method.is_base else method.name, []).append(file)
         if is_scored(self.requests, file):
-            return subject
+            return subject, file
         subject = subject or self.workshop.make(method, seed)
         if subject.failed is not None:
-            return subject
+            return subject, file
         longest = max(map(self.requests.length, self.requests.items))
         assert not isinstance(method.budget, str)  # `Comparison` refuses it
         try:
             peer = self._peer(method, subject, longest, method.budget, seed)
         except ValueError as error:  # as in `_measured`
             self.settings.log(f"{name}: no tasks: {error}")
-            return subject
+            return subject, file
         score_row(subject.model, peer, self.requests, file, self.tokenizer, self.deadline, self.settings.progress, name)
-        return subject
+        return subject, file
 
     def _places(self) -> list[_Place]:
         return [

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from focus_attn.baselines.seam import Baseline, use_baseline
+from focus_attn.compare.recipe import Comparison
 from focus_attn.compare.subject import until
+from focus_attn.evaluation.answers import Answers, answers_of
 from focus_attn.evaluation.requests import Requests
 from focus_attn.evaluation.score_file import ScoreFile, read_scores
 from focus_attn.evaluation.scoring import score
 from focus_attn.evaluation.summary import BASE, summarise_seeds
 from focus_attn.progress import Progress
+
+Scored = dict[str, Any]  # what one seed of a row made of every item, as JSON has it
 
 
 def score_row(
@@ -45,12 +49,49 @@ def is_scored(requests: Requests, file: Path) -> bool:
     return header.get("requests") == requests.digest and len(scores) == len(requests.items)
 
 
-def task_table(requests: Requests, files: Mapping[str, Sequence[Path]]) -> list[dict[str, Any]]:
-    """Every metric of every task with intervals, mean over the files of a row's seeds; "base" is what all are compared
-    with."""
-    scored = {name: [read_scores(file)[1] for file in own if is_scored(requests, file)] for name, own in files.items()}
-    finished = {name: own for name, own in scored.items() if own}
-    return [row.to_dict() for row in summarise_seeds(requests, finished)] if BASE in finished else []
+def answers_in(file: Path, requests: Requests, name: str) -> dict[str, Any]:
+    """The numbers of a metric stand in one string: thousands of them, a line each, would be most of a table's JSON.
+
+    name: whose answers these are, for an error.
+    """
+    answers = answers_of(requests, read_scores(file)[1], name)
+    values = {
+        task: {metric: " ".join(f"{value:.6g}" for value in column) for metric, column in one.metrics.items()}
+        for task, one in answers.items()
+    }
+    kept = {task: one.pairs_kept for task, one in answers.items() if one.pairs_kept is not None}
+    return {"values": values, "pairs_kept": kept}
+
+
+def who(one: Scored) -> tuple[Any, ...]:
+    """Whose answers these are, and to what."""
+    return tuple(one[name] for name in ("model", "row", "seed", "requests"))
+
+
+def task_table(requests: Requests, every: Iterable[Scored]) -> list[dict[str, Any]]:
+    """Every metric of every task with intervals, mean over the seeds of a row; "base" is what all are compared with.
+    Answers to other requests are passed over."""
+    runs: dict[str, list[dict[str, Answers]]] = {}
+    for one in every:
+        if one["requests"] == requests.digest:
+            runs.setdefault(one["row"], []).append(_answers(one))
+    return [row.to_dict() for row in summarise_seeds(requests, runs)] if BASE in runs else []
+
+
+def in_order(every: Iterable[Scored], comparison: Comparison) -> list[Scored]:
+    """As the comparison has its rows, the base model first, and by seeds."""
+    places = {method.name: place for place, method in enumerate(comparison.methods)}
+    return sorted(every, key=lambda one: (places.get(one["row"], -1), one["seed"]))
+
+
+def _answers(one: Scored) -> dict[str, Answers]:
+    return {
+        task: Answers(
+            {metric: [float(value) for value in column.split()] for metric, column in metrics.items()},
+            one["pairs_kept"].get(task),
+        )
+        for task, metrics in one["values"].items()
+    }
 
 
 def task_heading(row: Mapping[str, Any], name: str) -> str:

@@ -12,6 +12,8 @@ from typing import Any
 from focus_attn.compare.recipe import Method, plain
 from focus_attn.compare.store import FILE, Cell, latest, read_lines
 from focus_attn.compare.table import Place, is_base, place_of
+from focus_attn.compare.tasks import Scored, who
+from focus_attn.evaluation.requests import Requests
 
 SAME_BLOCKS = 0.1  # nats: full attention loses no more or less on a block, whatever the machine
 
@@ -23,6 +25,7 @@ class Written:
     file: Path
     cells: list[Cell]
     tasks: list[dict[str, Any]] = field(default_factory=list)
+    scored: list[Scored] = field(default_factory=list)  # what `tasks` are of
     models: tuple[str, ...] = ()  # whose benchmarks these are
     note: str | None = None  # of a quick form or a trial
 
@@ -35,31 +38,39 @@ def read_run(file: Path) -> Written:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         about = content["comparison"]
-        return Written(file, latest(content["cells"]), content["tasks"], tuple(about["models"]), about["note"])
+        scored = content.get("scores", [])
+        return Written(file, latest(content["cells"]), content["tasks"], scored, tuple(about["models"]), about["note"])
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(
             f"{str(file)!r} is not what `focus compare --json` wrote: give a file of that option"
         ) from None
 
 
-def put_together(files: Sequence[Path], tasks: bool = True) -> Written:
+def put_together(files: Sequence[Path], tasks: bool = True, requests: Requests | None = None) -> Written:
     """Of a cell that was measured more than once the last. Benchmarks and notes are those of the file that has some.
 
-    tasks: whether the benchmarks are wanted.
+    tasks: whether benchmarks are wanted.
+    requests: what was asked; benchmarks are then summed up anew, from the answers in all files.
     """
     runs = [read_run(file) for file in files]
-    if not tasks:
+    scored = list({who(one): one for run in runs for one in run.scored}.values())
+    if requests is not None and not any(one["requests"] == requests.digest for one in scored):
+        raise ValueError("--requests: none of the files to show has answers to these")
+    if requests is not None or not tasks:
         runs = [replace(run, tasks=[]) for run in runs]
     if len(noted := [run for run in runs if run.note]) and len(runs) > 1:
         raise ValueError(f"{str(noted[0].file)!r} is noted as {noted[0].note!r}: show it by itself")
-    if len(scored := [run for run in runs if run.tasks]) > 1:
-        names = " and ".join(repr(str(run.file)) for run in scored)
-        raise ValueError(f"{names} have benchmarks, which cannot be put together: show one of them, or each by itself")
+    if len(asked := [run for run in runs if run.tasks]) > 1:
+        names = " and ".join(repr(str(run.file)) for run in asked)
+        raise ValueError(
+            f"{names} have benchmarks: give the --requests that were asked, so that they can be put together, or show "
+            "each by itself"
+        )
     for earlier, later in itertools.combinations(runs, 2):
         check_same_blocks(earlier.cells, later.cells, f"{earlier.file} and {later.file}")
     whole = next((run for run in runs if run.tasks or run.note), runs[0])
     cells = latest(cell for run in runs for cell in run.cells)
-    return Written(whole.file, cells, whole.tasks, whole.models if whole.tasks else (), whole.note)
+    return Written(whole.file, cells, whole.tasks, scored, whole.models if whole.tasks else (), whole.note)
 
 
 def check_same_blocks(earlier: Iterable[Cell], later: Iterable[Cell], whose: str) -> set[Place]:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from focus_attn.evaluation.answers import Answers, Scores, answers_of, mean
 from focus_attn.evaluation.bootstrap import (
     FEWEST_ITEMS,
     RESAMPLES,
@@ -21,15 +22,13 @@ from focus_attn.evaluation.bootstrap import (
 )
 from focus_attn.evaluation.metrics import FROM_LOSSES, LOWER_IS_BETTER, MEASURES, chance, weight
 from focus_attn.evaluation.requests import Item, Requests, Task
-from focus_attn.evaluation.score_file import Key, Score
 
 FLOOR = 2.0  # standard errors above chance that the base model must have for a task to count
 LEAST_RECALL = 0.5  # of the base model, for a retrieval cell to count
 BASE = "base"
 TOO_FEW = "too few items to tell"
 
-Scores = Mapping[Key, Score]
-Runs = Sequence[Scores]  # of one way to train, with several seeds
+Runs = Sequence[Mapping[str, Answers]]  # of one way to train, with several seeds: answers by task
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,8 @@ class Kept:
 
 def summarise(requests: Requests, scores: Mapping[str, Scores], resamples: int = RESAMPLES) -> list[Row]:
     """A row for each metric of each task; the base model is the one called "base", or the first."""
-    return summarise_seeds(requests, {name: [own] for name, own in scores.items()}, resamples)
+    runs = {name: [answers_of(requests, own, name)] for name, own in scores.items()}
+    return summarise_seeds(requests, runs, resamples)
 
 
 def summarise_seeds(requests: Requests, runs: Mapping[str, Runs], resamples: int = RESAMPLES) -> list[Row]:
@@ -115,20 +115,8 @@ def summarise_seeds(requests: Requests, runs: Mapping[str, Runs], resamples: int
     rows = []
     for task in requests.tasks.values():
         items = [item for item in requests.items if item.task == task.name]
-        for name, own in runs.items():
-            for scores in own:
-                check_complete(items, {name: scores})
-        measure = MEASURES[task.measure]
-        values = {
-            name: [[measure(item, scores[item.key]) for scores in own] for item in items] for name, own in runs.items()
-        }
-        for metric in next(iter(values.values()))[0][0]:
-            columns = {
-                name: [math.fsum(one[metric] for one in of_item) / len(of_item) for of_item in own]
-                for name, own in values.items()
-            }
-            weights = [weight(item, metric) for item in items]
-            rows.append(_row(task, metric, items, columns, weights, runs, resamples))
+        seeds = {name: [answers[task.name] for answers in own] for name, own in runs.items()}
+        rows += [_row(task, metric, items, seeds, resamples) for metric in seeds[base_of(runs)][0].metrics]
     return rows
 
 
@@ -192,25 +180,13 @@ def base_of(scores: Mapping[str, Any]) -> str:
     return BASE if BASE in scores else next(iter(scores))
 
 
-def check_complete(items: Sequence[Item], scores: Mapping[str, Scores]) -> None:
-    for name, own in scores.items():
-        if missing := [item for item in items if item.key not in own]:
-            raise ValueError(
-                f"the scores of {name!r} lack {len(missing):,} of {len(items):,} items of {missing[0].task!r}: run the "
-                "same command with --score-requests again, it goes on where it stopped"
-            )
-
-
-def _row(
-    task: Task,
-    metric: str,
-    items: Sequence[Item],
-    columns: Mapping[str, Sequence[float]],
-    weights: Sequence[float],
-    runs: Mapping[str, Runs],
-    resamples: int,
-) -> Row:
-    base = base_of(runs)
+def _row(task: Task, metric: str, items: Sequence[Item], seeds: Mapping[str, Sequence[Answers]], resamples: int) -> Row:
+    base = base_of(seeds)
+    columns = {
+        name: [mean(of_item) for of_item in zip(*(one.metrics[metric] for one in own), strict=True)]
+        for name, own in seeds.items()
+    }
+    weights = [weight(item, metric) for item in items]
     losses = metric in FROM_LOSSES
     one, two = (perplexity_interval, perplexity_ratio) if losses else (mean_interval, paired_difference)
     together = drawn_together(items)
@@ -225,12 +201,12 @@ def _row(
         guessing, above = None, None
     else:
         margins = [value - guess for value, guess in zip(columns[base], guesses, strict=True) if guess is not None]
-        guessing = sum(guess for guess in guesses if guess is not None) / len(guesses)
+        guessing = mean([guess for guess in guesses if guess is not None])
         above = errors_above(margins, 0.0, together)
     kept = {
-        name: math.fsum(shares) / len(shares)
-        for name, own in runs.items()
-        if (shares := [one[item.key]["pairs_kept"] for one in own for item in items if "pairs_kept" in one[item.key]])
+        name: mean(shares)
+        for name, own in seeds.items()
+        if (shares := [answers.pairs_kept for answers in own if answers.pairs_kept is not None])
     }
-    seeds = {name: len(own) for name, own in runs.items() if len(own) > 1}
-    return Row(task.name, metric, len(items), models, against, losses, guessing, above, kept, seeds)
+    several = {name: len(own) for name, own in seeds.items() if len(own) > 1}
+    return Row(task.name, metric, len(items), models, against, losses, guessing, above, kept, several)
