@@ -151,7 +151,7 @@ def test_a_difference_and_a_ratio_are_told_apart():
     interval = {"estimate": 1.02, "low": 1.01, "high": 1.03}
     row = {"models": {"near": {"estimate": 20.5}}, "against_base": {"near": interval}, "is_ratio": True}
     assert task_cell(row, "near") == "20.5, x1.020 [x1.010, x1.030]"
-    assert task_cell({**row, "is_ratio": False}, "near") == "20.5, +1.02 [+1.01, +1.03]"
+    assert task_cell({**row, "is_ratio": False}, "near") == "20.5, +1.020 [+1.010, +1.030]"
     assert task_cell({**row, "against_base": {}}, "near") == "20.5"
 
 

@@ -175,7 +175,7 @@ def _in_percent(task: Mapping[str, Any], name: str, metric: str) -> str:
     against, score = task["against_base"].get(name), f"{task['models'][name]['estimate']:.1%} ({metric})"
     if against is None:
         return score
-    difference, low, high = (f"{100 * against[part]:+.1f}" for part in ("estimate", "low", "high"))
+    difference, low, high = (f"{100 * against[part]:+z.1f}" for part in ("estimate", "low", "high"))
     return f"{score}, {difference} [{low}, {high}] to base"
 
 

@@ -105,6 +105,6 @@ def task_cell(row: Mapping[str, Any], name: str) -> str:
     score, against = f"{row['models'][name]['estimate']:.3g}", row["against_base"].get(name)
     if against is None:
         return score
-    number = "x{:.3f}" if row["is_ratio"] else "{:+.3g}"
+    number = "x{:.3f}" if row["is_ratio"] else "{:+z.3f}"  # z: no minus before zeros
     estimate, low, high = (number.format(against[part]) for part in ("estimate", "low", "high"))
     return f"{score}, {estimate} [{low}, {high}]"
