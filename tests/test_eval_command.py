@@ -86,12 +86,20 @@ def test_base_and_adapters_beside_each_other(saved, tmp_path):
     assert set(written["retrieval_kept"]["needle"]) == {"k4", "k2"}
 
 
-def test_as_a_newcomer_types_it(tmp_path, monkeypatch):
-    """The line of the README: the embedded model, a shipped adapter, a text file; blocks are shorter."""
-    text, numbers = tmp_path / "book.txt", tmp_path / "e.json"
-    text.write_text("\n\n".join(default_text().held_out)[:12_000], encoding="utf-8")
+@pytest.fixture
+def line_of_the_readme(tmp_path, monkeypatch):
+    """The embedded model, a shipped adapter, a text file: the words of such a line, with that file in place."""
     monkeypatch.chdir(tmp_path)  # where the scores go, too
-    result = run("--adapter", "k8", "--text", text, "--length", 512, "--blocks", 2, "--json", numbers)
+    Path("book.txt").write_text("\n\n".join(default_text().held_out)[:12_000], encoding="utf-8")
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    lines = [line for line in readme.splitlines() if line.startswith("focus eval --adapter k8 --text book.txt")]
+    return [line.partition("#")[0].split()[2:] for line in lines]
+
+
+def test_perplexity_as_a_newcomer_asks_for_it(line_of_the_readme, tmp_path):
+    """With shorter blocks."""
+    numbers = tmp_path / "e.json"
+    result = run(*line_of_the_readme[0], "--length", 512, "--blocks", 2, "--json", numbers)
     assert result.exit_code == 0, result.output
     assert "k8 against base" in result.output and "scores: runs/" in result.output
     written = json.loads(numbers.read_text())
@@ -100,6 +108,16 @@ def test_as_a_newcomer_types_it(tmp_path, monkeypatch):
     assert row["models"]["base"]["estimate"] < 40 and row["verdict"]["k8"] == "too few items to tell"
     assert 0.9 < row["against_base"]["k8"]["estimate"] < 1.2
     assert 0.4 < row["pairs_kept"]["k8"] < 0.8  # at so few tokens the window alone is nearly half
+
+
+def test_facts_as_a_newcomer_asks_for_them(line_of_the_readme, tmp_path):
+    """With fewer questions."""
+    numbers = tmp_path / "e.json"
+    result = run(*line_of_the_readme[1], "--depths", "0,60", "--per-cell", 1, "--json", numbers)
+    assert result.exit_code == 0, result.output
+    cells = json.loads(numbers.read_text())["cells"]
+    assert [(cell["length"], cell["depth"], cell["n"]) for cell in cells] == [(1024, 0.0, 1), (1024, 0.6, 1)]
+    assert all(cell["recall"] == {"base": 1.0, "k8": 1.0} for cell in cells)
 
 
 def test_requests_written_here_are_scored_there_and_summed_up_anywhere(saved, tmp_path, monkeypatch):
