@@ -6,7 +6,7 @@
 A small model's training waits for the host most of the time, so that several share a GPU well. Comparisons joined by +
 run one after the other in one folder: what they train alike is trained once. A long one can be shared out by its rows:
 `table9@K=@N= table9@w=@tau=` are two processes, of the rows whose names hold these. The same command goes on after an
-interruption; what found no memory beside the others is tried once more at the end. `--into` is a folder of what
+interruption; what found no memory beside the others is tried once more when they are done. `--into` is a folder of what
 `focus compare --json` wrote: what stands there is not measured again, and what was missing (rows, seeds, answers to
 benchmarks) is added to it. Other options are those of `focus compare`; a `--text NAME.part=PATH` goes to the
 comparisons that have a dataset NAME, `--requests table4=FILE` to that table.
@@ -82,9 +82,10 @@ def run_all(groups: Sequence[Sequence[str]], options: argparse.Namespace, passed
     waiting = [(options.out / "+".join(map(name_of, group)), list(group)) for group in groups]
     running: dict[Process, tuple[Path, list[str]]] = {}
     became = {part: "not begun" for group in groups for part in group}
-    again: set[str] = set()
+    again: list[str] = []
+    crowded: list[tuple[Path, list[str]]] = []
     try:
-        while waiting or running:
+        while waiting or running or crowded:
             while waiting and len(running) < options.at_once:
                 folder, parts = waiting.pop(0)
                 left = deadline - time.monotonic()
@@ -93,12 +94,13 @@ def run_all(groups: Sequence[Sequence[str]], options: argparse.Namespace, passed
             for process in [process for process in running if process.poll() is not None]:
                 folder, (part, *rest) = running.pop(process)
                 became[part] = said(options.out / f"{name_of(part)}.json", process.returncode)
-                late = NO_MEMORY in became[part] and part not in again
-                again.update([part] if late else [])
+                if NO_MEMORY in became[part] and part not in again:
+                    again.append(part)
+                    crowded.append((folder, [part]))
                 if rest:
-                    waiting.insert(0, (folder, [*rest, part] if late else rest))
-                elif late:
-                    waiting.append((folder, [part]))
+                    waiting.insert(0, (folder, rest))
+            if not waiting and not running:
+                waiting, crowded = crowded[:1], crowded[1:]  # alone on the device
             time.sleep(0.1)
     finally:  # each keeps the cells that are whole
         for process in running:
@@ -124,8 +126,10 @@ def put_together(part: str, options: argparse.Namespace) -> str:
     new, kept = options.out / f"{name_of(part)}.json", kept_for(part, options)
     shown = [word for file in (kept, new) if file.is_file() for word in ("--show", str(file))]
     model = [] if options.model is None else ["--model", options.model]
+    answered = json.loads(new.read_text(encoding="utf-8")).get("scores")
+    asked = requests_for(part, options) if answered else []
     answer = subprocess.run(
-        [*COMPARE, recipe_of(part), *shown, "--json", str(kept), *model, *requests_for(part, options)],
+        [*COMPARE, recipe_of(part), *shown, "--json", str(kept), *model, *asked],
         check=False,
         capture_output=True,
         text=True,

@@ -11,8 +11,7 @@ from focus_attn.baselines import make_baseline
 from focus_attn.compare import Comparison, Dataset, Method
 from focus_attn.compare.runner import Settings, run
 from focus_attn.compare.subject import OutOfTimeError
-from focus_attn.compare.tasks import in_order, is_scored, score_row, task_cell
-from focus_attn.compare.tasks import task_table as task_summary
+from focus_attn.compare.tasks import is_scored, score_row, task_cell
 from focus_attn.compare.terminal import task_table
 from focus_attn.compare.together import put_together
 from focus_attn.evaluation.requests import Item, Requests, Task
@@ -73,6 +72,9 @@ def test_every_row_is_scored_and_compared_with_the_base(comparison, requests, tm
     assert [column.header for column in shown.columns] == ["task", "n", "base", "all of it", "near"]
 
 
+ROWS = ["all of it", "near"]
+
+
 def only(comparison, *names):
     return dataclasses.replace(comparison, methods=tuple(one for one in comparison.methods if one.name in names))
 
@@ -92,12 +94,67 @@ def test_benchmarks_of_several_runs_are_put_together(comparison, requests, tmp_p
         files.append(written(tmp_path, f"{name}.json", part, run(part, settings(tmp_path / name, requests))))
     with pytest.raises(ValueError, match=r"have benchmarks: give the --requests"):
         put_together(files)
-    shown = in_order(put_together(files, requests=requests).scored, comparison)
-    assert [one["row"] for one in shown] == ["base", "all of it", "near"]
-    assert task_summary(requests, shown) == whole.tasks
-    other = Requests(requests.tasks, requests.items[1:], requests.prefixes)
-    with pytest.raises(ValueError, match="none of the files to show has answers to these"):
-        put_together(files, requests=other)
+    shown = put_together(files, requests=requests, rows=ROWS)
+    assert [one["row"] for one in shown.scored] == ["base", "near", "all of it"]
+    assert shown.tasks == whole.tasks and shown.models == ("tiny",)
+    with pytest.raises(ValueError, match="no benchmarks"):
+        put_together(files, tasks=False, requests=requests)
+
+
+def test_seeds_of_several_runs_are_put_together(requests, comparison, tmp_path):
+    trained = Method(name="tuned", tune={"how": "lora", "lr": 0.1})
+    few = {"steps": 1, "length": 64, "sequences": 1}
+    both = dataclasses.replace(comparison, methods=(trained,), tuning=few, seeds=(0, 1))
+    whole = run(both, settings(tmp_path / "whole", requests))
+    files = []
+    for seed in (1, 0):
+        one = dataclasses.replace(both, seeds=(seed,))
+        files.append(written(tmp_path, f"{seed}.json", one, run(one, settings(tmp_path / str(seed), requests))))
+    shown = put_together(files, requests=requests, rows=["tuned"])
+    assert shown.tasks == whole.tasks
+    assert shown.tasks[0]["seeds"] == {"tuned": 2}
+
+
+def test_of_another_run_the_summary_may_be_enough(comparison, requests, tmp_path):
+    """Which kept no answers. The base model's score tells that the same was asked."""
+    whole = run(comparison, settings(tmp_path / "whole", requests))
+    older = json.loads(written(tmp_path, "older.json", comparison, whole).read_text()) | {"scores": []}
+    (tmp_path / "older.json").write_text(json.dumps(older))
+    part = only(comparison, "near")
+    newer = written(tmp_path, "newer.json", part, run(part, settings(tmp_path / "part", requests)))
+    files = [tmp_path / "older.json", newer]
+    assert put_together(files, requests=requests, rows=ROWS).tasks == whole.tasks
+    assert list(put_together(files, requests=requests, rows=["near"]).tasks[0]["models"]) == ["base", "near"]
+    older["tasks"][0]["n"] += 1
+    (tmp_path / "older.json").write_text(json.dumps(older))
+    with pytest.raises(ValueError, match=r"all of it answered other items.*measure them with these --requests"):
+        put_together(files, requests=requests, rows=ROWS)
+
+
+def test_answers_do_not_outlive_their_row(comparison, requests, tmp_path):
+    """A row that was measured anew under other settings, and not asked."""
+    before = written(tmp_path, "before.json", comparison, run(comparison, settings(tmp_path / "before", requests)))
+    near = dataclasses.replace(comparison.methods[2], options={"window": 30})
+    changed = dataclasses.replace(comparison, methods=(near,))
+    after = written(tmp_path, "after.json", changed, run(changed, settings(tmp_path / "after", None)))
+    assert [one["row"] for one in put_together([before, after], tasks=False).scored] == ["base", "all of it"]
+    assert len(put_together([after, before], tasks=False).scored) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda scored: [one for one in scored if one["row"] != "base"], "full attention has not answered.*--json"),
+        (lambda scored: [*scored, scored[0] | {"model": "another"}], "answers of a tiny random model and another"),
+        (lambda scored: [{"row": "base"}], "is not what `focus compare --json` wrote"),
+    ],
+    ids=["base", "models", "malformed"],
+)
+def test_answers_that_do_not_belong_together(change, message, comparison, requests, tmp_path):
+    outcome = run(comparison, settings(tmp_path / "cells", requests))
+    file = written(tmp_path, "all.json", comparison, dataclasses.replace(outcome, scored=change(outcome.scored)))
+    with pytest.raises(ValueError, match=message):
+        put_together([file], requests=requests, rows=ROWS)
 
 
 def test_known_benchmarks_are_not_asked_again(comparison, requests, tmp_path):

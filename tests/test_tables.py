@@ -85,7 +85,7 @@ def test_benchmarks_of_its_rows_are_put_together(folder, monkeypatch, capsys):
 
 
 def test_what_found_no_memory_is_tried_once_more(folder, monkeypatch, capsys):
-    """After what was to follow it."""
+    """When all others are done, by itself."""
     (folder / "compare.py").write_text(
         "import json, sys\n"
         "recipe, file = sys.argv[1], sys.argv[sys.argv.index('--json') + 1]\n"
@@ -95,7 +95,7 @@ def test_what_found_no_memory_is_tried_once_more(folder, monkeypatch, capsys):
     )
     monkeypatch.setattr(tables, "COMPARE", [sys.executable, str(folder / "compare.py")])
     run(monkeypatch, "one.yaml+two.yaml", "three.yaml", "--out", "out", "--at-once", 1)
-    assert (folder / "begun.txt").read_text().split() == ["one.yaml", "two.yaml", "one.yaml", "three.yaml"]
+    assert (folder / "begun.txt").read_text().split() == ["one.yaml", "two.yaml", "three.yaml", "one.yaml"]
     said = ["one: 0 cells; out of memory: ours", "two: 0 cells; whole", "three: 0 cells; whole"]
     assert capsys.readouterr().out.splitlines() == said
 

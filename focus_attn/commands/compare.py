@@ -66,7 +66,7 @@ def compare(
     from focus_attn.compare.recipe import Comparison, find_recipe
     from focus_attn.compare.runner import Outcome, Settings, run
     from focus_attn.compare.table import make_rows, places, verdicts
-    from focus_attn.compare.tasks import in_order, task_table
+    from focus_attn.compare.tasks_together import of_rows
     from focus_attn.compare.terminal import Bars, print_outcome
     from focus_attn.compare.together import put_together
     from focus_attn.evaluation.requests import Requests
@@ -116,16 +116,15 @@ def compare(
     if quick and comparison.tasks and asked_of_all is None and not show:
         asked_of_all = quick_requests()
     if show:
-        shown = put_together(show, comparison.tasks, asked_of_all)
-        outcome = Outcome(shown.cells, in_order(shown.scored, comparison), shown.tasks)
+        names = [method.name for method in comparison.methods]
+        shown = put_together(show, comparison.tasks, asked_of_all, names)
+        outcome = Outcome(shown.cells, shown.scored if comparison.tasks else [], shown.tasks)
         said: dict[str, Any] = {"note": shown.note or comparison.note, "models": shown.models or comparison.models}
         comparison = dataclasses.replace(comparison, **said)
         if only:
-            names = {BASE, *(method.name for method in comparison.methods)}
             outcome.cells = [cell for cell in outcome.cells if cell["row"] in names]
-            outcome.scored = [one for one in outcome.scored if one["row"] in names]
-        if asked_of_all is not None:
-            outcome.tasks = task_table(asked_of_all, outcome.scored)
+            outcome.scored = [one for one in outcome.scored if one["row"] in (BASE, *names)]
+            outcome.tasks = [of_rows(row, (BASE, *names)) for row in outcome.tasks]
     else:
         place = read_device("cpu" if quick else device)
         with Bars(console) as bars:

@@ -25,6 +25,7 @@ from focus_attn.compare.store import FILE, Cell, CellStore, who_and_where
 from focus_attn.compare.subject import OutOfTimeError, Subject, Workshop, digest, until
 from focus_attn.compare.table import Place
 from focus_attn.compare.tasks import Scored, answers_in, is_scored, score_row, task_table, who
+from focus_attn.compare.tasks_together import made_with
 from focus_attn.compare.timing import time_attention
 from focus_attn.compare.together import check_same_blocks, is_of_row
 from focus_attn.compare.training import check_positions
@@ -160,7 +161,7 @@ class _Model:
     def _row(self, method: Method, seed: int) -> Iterator[Cell]:
         """A row is made once, and only if one of its cells is missing."""
         subject: Subject | None = None
-        known = True
+        keys: set[str] = set()  # of its cells
         for place in self._places():
             self.begun += 1
             cell = self._known(method, place, seed)
@@ -180,17 +181,19 @@ class _Model:
                 self.settings.log(f"{self.begun}/{self.total} {where}: {one_line(cell)}")
             if "figures" in cell:
                 self.costs.setdefault((method.name, place), cell["figures"]["full_layers"])
-            known &= method.is_base or self.known.get(who_and_where(cell), {}).get("key") == cell["key"]
+            keys.add(cell["key"])
             yield cell
         if self.requests is not None:
-            name = BASE if method.is_base else method.name
-            answers = {"model": describe_model(self.name), "row": name, "seed": seed, "requests": self.requests.digest}
-            if known and who(answers) in self.known_scores:
-                self.scored.append(self.known_scores[who(answers)])
+            row = BASE if method.is_base else method.name
+            answers = {"model": describe_model(self.name), "row": row, "seed": seed, "requests": self.requests.digest}
+            known = self.known_scores.get(who(answers))
+            if known is not None and made_with(known, keys):
+                self.scored.append(known)
             else:
                 subject, file = self._score(method, subject, seed)
                 if is_scored(self.requests, file):
-                    self.scored.append(answers | answers_in(file, self.requests, name))
+                    values = answers_in(file, self.requests, row)
+                    self.scored.append({**answers, "cells": sorted(keys), **values})
         if subject is not None and subject.model is not self.workshop.model:  # a copy, whose memory the next one needs
             del subject
             self._free_memory()

@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from focus_attn.baselines.seam import Baseline, use_baseline
-from focus_attn.compare.recipe import Comparison
 from focus_attn.compare.subject import until
 from focus_attn.evaluation.answers import Answers, answers_of
 from focus_attn.evaluation.requests import Requests
@@ -19,6 +18,8 @@ from focus_attn.evaluation.summary import BASE, summarise_seeds
 from focus_attn.progress import Progress
 
 Scored = dict[str, Any]  # what one seed of a row made of every item, as JSON has it
+# cells: keys of those that it was made beside
+FIELDS = {"model", "row", "seed", "requests", "cells", "values", "pairs_kept"}
 
 
 def score_row(
@@ -76,12 +77,6 @@ def task_table(requests: Requests, every: Iterable[Scored]) -> list[dict[str, An
         if one["requests"] == requests.digest:
             runs.setdefault(one["row"], []).append(_answers(one))
     return [row.to_dict() for row in summarise_seeds(requests, runs)] if BASE in runs else []
-
-
-def in_order(every: Iterable[Scored], comparison: Comparison) -> list[Scored]:
-    """As the comparison has its rows, the base model first, and by seeds."""
-    places = {method.name: place for place, method in enumerate(comparison.methods)}
-    return sorted(every, key=lambda one: (places.get(one["row"], -1), one["seed"]))
 
 
 def _answers(one: Scored) -> dict[str, Answers]:

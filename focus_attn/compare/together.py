@@ -12,7 +12,8 @@ from typing import Any
 from focus_attn.compare.recipe import Method, plain
 from focus_attn.compare.store import FILE, Cell, latest, read_lines
 from focus_attn.compare.table import Place, is_base, place_of
-from focus_attn.compare.tasks import Scored, who
+from focus_attn.compare.tasks import FIELDS, Scored
+from focus_attn.compare.tasks_together import still_true, tasks_together
 from focus_attn.evaluation.requests import Requests
 
 SAME_BLOCKS = 0.1  # nats: full attention loses no more or less on a block, whatever the machine
@@ -39,6 +40,8 @@ def read_run(file: Path) -> Written:
         content = json.loads(file.read_text(encoding="utf-8"))
         about = content["comparison"]
         scored = content.get("scores", [])
+        if not all(one.keys() >= FIELDS for one in scored):
+            raise KeyError("scores")
         return Written(file, latest(content["cells"]), content["tasks"], scored, tuple(about["models"]), about["note"])
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(
@@ -46,21 +49,23 @@ def read_run(file: Path) -> Written:
         ) from None
 
 
-def put_together(files: Sequence[Path], tasks: bool = True, requests: Requests | None = None) -> Written:
+def put_together(
+    files: Sequence[Path], tasks: bool = True, requests: Requests | None = None, rows: Sequence[str] = ()
+) -> Written:
     """Of a cell that was measured more than once the last. Benchmarks and notes are those of the file that has some.
 
     tasks: whether benchmarks are wanted.
     requests: what was asked; benchmarks are then summed up anew, from the answers in all files.
+    rows: whose benchmarks, in order.
     """
     runs = [read_run(file) for file in files]
-    scored = list({who(one): one for run in runs for one in run.scored}.values())
-    if requests is not None and not any(one["requests"] == requests.digest for one in scored):
-        raise ValueError("--requests: none of the files to show has answers to these")
-    if requests is not None or not tasks:
+    if requests is not None and not tasks:
+        raise ValueError("this comparison has no benchmarks (`tasks: true`): leave --requests out")
+    if not tasks:
         runs = [replace(run, tasks=[]) for run in runs]
     if len(noted := [run for run in runs if run.note]) and len(runs) > 1:
         raise ValueError(f"{str(noted[0].file)!r} is noted as {noted[0].note!r}: show it by itself")
-    if len(asked := [run for run in runs if run.tasks]) > 1:
+    if len(asked := [run for run in runs if run.tasks]) > 1 and requests is None:
         names = " and ".join(repr(str(run.file)) for run in asked)
         raise ValueError(
             f"{names} have benchmarks: give the --requests that were asked, so that they can be put together, or show "
@@ -68,9 +73,14 @@ def put_together(files: Sequence[Path], tasks: bool = True, requests: Requests |
         )
     for earlier, later in itertools.combinations(runs, 2):
         check_same_blocks(earlier.cells, later.cells, f"{earlier.file} and {later.file}")
-    whole = next((run for run in runs if run.tasks or run.note), runs[0])
     cells = latest(cell for run in runs for cell in run.cells)
-    return Written(whole.file, cells, whole.tasks, scored, whole.models if whole.tasks else (), whole.note)
+    scored = still_true((one for run in runs for one in run.scored), cells)
+    whole = next((run for run in runs if run.tasks or run.note), runs[0])
+    summary = whole.tasks
+    if requests is not None:
+        summary = tasks_together(requests, scored, [run.tasks for run in runs], rows)
+        whole = next(run for run in runs if any(one["requests"] == requests.digest for one in run.scored))
+    return Written(whole.file, cells, summary, scored, whole.models if summary else (), whole.note)
 
 
 def check_same_blocks(earlier: Iterable[Cell], later: Iterable[Cell], whose: str) -> set[Place]:
