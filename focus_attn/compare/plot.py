@@ -21,6 +21,7 @@ CURVES = (FOCUS, "#d97706", "#059669", "#9333ea", "#dc2626", "#0891b2")
 LINES = ("-", "--", ":")  # of each round through the colours
 # Shares of a panel.
 MARGIN, SIDE_MARGIN, NAME_HEIGHT, LETTER_WIDTH, POINT_WIDTH = 0.1, 1 / 7, 0.035, 0.0115, 0.02
+GAP = 3  # letters between two names
 OFF_THE_SCALE = 1.5  # times the base's perplexity: such rows are named at the upper edge
 
 
@@ -171,11 +172,11 @@ def label_heights(
     heights = list(y)
     placed: list[int] = []
     for index in sorted(range(len(points)), key=lambda index: y[index]):
-        begin, end = x[index] + POINT_WIDTH, x[index] + POINT_WIDTH + LETTER_WIDTH * len(names[index])
+        begin, end = x[index] + POINT_WIDTH, x[index] + POINT_WIDTH + LETTER_WIDTH * (len(names[index]) + GAP)
         taken = [y[other] for other in range(len(points)) if begin < x[other] < end]
         for other in placed:
             left = x[other] + POINT_WIDTH
-            if left < end and begin < left + LETTER_WIDTH * len(names[other]):
+            if left < end and begin < left + LETTER_WIDTH * (len(names[other]) + GAP):
                 taken.append(heights[other])
         for height in sorted(taken):
             if abs(height - heights[index]) < NAME_HEIGHT:
