@@ -1,6 +1,7 @@
 """A comparison run from end to end on the tiny random model."""
 
 import dataclasses
+import itertools
 import json
 import math
 import time
@@ -16,7 +17,7 @@ from focus_attn.baselines.budget import own_share
 from focus_attn.baselines.focus_cost import focus_ledger
 from focus_attn.baselines.routing_transformer import RoutingTransformer
 from focus_attn.baselines.seam import use_baseline
-from focus_attn.compare import Comparison, Dataset, Method, timing
+from focus_attn.compare import Comparison, Dataset, Method, runner, timing
 from focus_attn.compare.bench import bench_cells
 from focus_attn.compare.data import Texts
 from focus_attn.compare.measure import measure
@@ -515,6 +516,26 @@ def test_without_full_attention_nothing_is_known_by_its_name(tmp_path, monkeypat
     made = make_counted(monkeypatch)
     run(SEEDS, settings(tmp_path / "more", known=[{**cell, "key": "other"} for cell in known]))
     assert made == [("full attention", 0), ("Focus", 0), ("window", 0)]
+
+
+def test_known_rows_are_timed_again_and_nothing_else_of_them(tmp_path, monkeypatch):
+    lora = Method(name="LoRA", tune={"how": "lora", "rank": 2, "target_modules": ["q_proj"]})
+    timed = dataclasses.replace(SEEDS, timing=True, methods=(*SEEDS.methods, lora))
+    clock = itertools.count(1.0)
+    monkeypatch.setattr(runner, "time_attention", lambda *_: {"ms": next(clock), "dense_ms": 1.0})
+    known = run(timed, settings(tmp_path)).cells
+    made = make_counted(monkeypatch)
+    monkeypatch.setattr(runner, "measure", None)  # no figures are taken again
+    again = run(timed, settings(tmp_path / "again", known=known, time_again=True)).cells
+    assert made == [("Focus", 0), ("window", 0)]  # what keeps every pair takes as long whatever was trained
+    assert [cell["timing"]["ms"] for cell in again] == [5.0, 6.0, 7.0, 8.0]
+    assert all(cell["timed"]["date"] for cell in again)
+    assert not any("timed" in cell for cell in known)
+    rest = [{name: cell[name] for name in cell.keys() - {"timed", "timing"}} for cell in again]
+    assert rest == [{name: cell[name] for name in cell.keys() - {"timing"}} for cell in known]
+    made.clear()
+    assert run(timed, settings(tmp_path / "again", known=known, time_again=True)).cells == again
+    assert made == []
 
 
 def test_a_cell_measured_again_is_not_another_seed(outcome, tmp_path):

@@ -56,6 +56,14 @@ def test_seeds_become_one_row():
     assert focus.speedup == 2.0
 
 
+def test_a_row_has_the_times_of_its_newest_day():
+    """Older ones are of other kernels or another machine, whatever day its perplexity is of."""
+    ours = [cell("Focus", focus=True, ms=9.0, seed=seed) for seed in range(3)]
+    ours[1] |= {"timed": {**RUN, "date": "2026-01-02"}, "timing": {"ms": 1.0, "dense_ms": 2.0}}
+    _, focus = make_rows([FULL, *ours])
+    assert (focus.seeds, focus.ms, focus.day) == (3, 1.0, "2026-01-02")
+
+
 def test_blocks_are_apart_and_sorted():
     cells = [FULL, cell("window", above(0.2)), cell("bigbird", above(0.1)), cell("sparq", kind="selects")]
     rows = make_rows(cells)

@@ -40,6 +40,9 @@ def compare(
     known: Annotated[
         list[Path] | None, typer.Option(help="Measure only what these lack: cells.jsonl, or .json of --json.")
     ] = None,
+    time_again: Annotated[
+        bool, typer.Option("--time-again", help="Measure the time of --known rows anew, nothing else of them.")
+    ] = False,
     json_file: JsonFile = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Quality over cost: .png or .svg.")] = None,
     dtype: Dtype = "auto",
@@ -80,6 +83,7 @@ def compare(
         "--seed": seed,
         "--known": known,
         "--longest": longest,
+        "--time-again": time_again,
     }
     comparison = Comparison.from_yaml(find_recipe(recipe))
     comparison = with_data(comparison, text or [], blocks, read_numbers("lengths", lengths) if lengths else None)
@@ -101,6 +105,10 @@ def compare(
     comparison = dataclasses.replace(comparison, **changes)
     if quick:
         comparison = quick_form(comparison)
+    if time_again and not known:
+        raise ValueError("--time-again is of rows that were measured before: give them with --known")
+    if time_again and not comparison.timing:
+        raise ValueError("--time-again: this comparison measures no times (`timing: false`)")
     check_results(json_file, plot)
     if write_tokens is not None:
         from focus_attn.compare.prepare import prepare_tokens
@@ -137,6 +145,7 @@ def compare(
                 requests=asked_of_all,
                 known=before.cells if before else (),
                 known_scores=before.scored if before else (),
+                time_again=time_again,
                 progress=bars,
                 log=log,
             )

@@ -51,9 +51,9 @@ compared across the columns, only what a method does to its own base model.
   run anew, not of the seed alone.
 - Multiply-adds are a share of full causal attention, selection and routers included. Times are of one layer's attention
   as implemented here, called eagerly: most peers are plain PyTorch under a mask, so multiply-adds are fairer to them.
-  Where a table's rows were measured on several days, their times differ by the machine and the kernels of the day too,
+  Where a table's rows were timed on several days, their times differ by the machine and the kernels of the day too,
   and by the layers that were timed (four of them up to 2026-11-17, eight since): sentences on time set rows of one day
-  side by side.
+  side by side, and a row has the times of its newest day.
 - "Largest group" is the share of the keys in it, mean over routers. Queries may crowd more than keys do.
 - `focus compare NAME --quick` tries any of them in about a minute on a CPU, with a tiny random model.
 """
@@ -282,7 +282,7 @@ def speedups(cells: Sequence[Cell]) -> dict[str, str]:
 def _made_by(found: Mapping[str, Any], results: Path) -> str:
     if not found:
         return ""
-    runs = [cell["run"] for cell in found["cells"]]
+    runs = [run for cell in found["cells"] for run in (cell["run"], cell.get("timed")) if run]
     days: dict[str, dict[str, None]] = {}
     for run in sorted(runs, key=lambda run: run["date"]):
         days.setdefault(run["date"], {})[run["commit"] or "unknown"] = None

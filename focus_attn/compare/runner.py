@@ -21,7 +21,7 @@ from focus_attn.compare.measure import measure
 from focus_attn.compare.models import describe_model, load_model
 from focus_attn.compare.peer import kind_of, make_peer, needs_text
 from focus_attn.compare.recipe import Comparison, Method
-from focus_attn.compare.store import FILE, Cell, CellStore, who_and_where
+from focus_attn.compare.store import FILE, Cell, CellStore, this_run, who_and_where
 from focus_attn.compare.subject import OutOfTimeError, Subject, Workshop, digest, until
 from focus_attn.compare.table import Place
 from focus_attn.compare.tasks import Scored, answers_in, is_scored, score_row, task_table, who
@@ -49,6 +49,7 @@ class Settings:
     requests: Requests | None = None  # of the benchmarks, where the comparison asks for them
     known: Sequence[Cell] = ()  # of other runs, which need not be measured
     known_scores: Sequence[Scored] = ()  # their benchmarks
+    time_again: bool = False  # measure the time of known cells on this machine, now
     progress: Progress | None = None
     log: Callable[[str], None] = lambda line: None
 
@@ -135,6 +136,7 @@ class _Model:
         self.scored: list[Scored] = []
         self.too_large: dict[str, None] = {}  # rows for which there was not enough memory, in order
         self.known = {who_and_where(cell): cell for cell in settings.known}
+        self.known_keys = {cell["key"] for cell in settings.known}
         self.known_scores = {who(one): one for one in settings.known_scores}
         self.same_blocks: set[Place] = set()  # where known cells were measured on the blocks of this run
         self.begun = 0  # cells
@@ -176,6 +178,8 @@ class _Model:
                 cell = self.store[key] | {"row": method.name, "data": place.data}
                 if method.is_base and self.settings.known:
                     self.same_blocks |= check_same_blocks(self.settings.known, [cell], "The known cells and this run")
+            if self.settings.time_again and cell["key"] in self.known_keys and "figures" in cell:
+                subject, cell = self._timed_again(method, subject, place, seed, cell)
             if subject is not None:
                 where = f"{describe_model(self.name)}, {place.data}, {place.length:,}"
                 self.settings.log(f"{self.begun}/{self.total} {where}: {one_line(cell)}")
@@ -208,6 +212,25 @@ class _Model:
             return None
         same_cost = cell.get("budget") == self._budget(method, place)
         return cell if same_cost and is_of_row(method, cell) else None
+
+    def _timed_again(
+        self, method: Method, subject: Subject | None, place: _Place, seed: int, cell: Cell
+    ) -> tuple[Subject | None, Cell]:
+        """A known cell with the time that its attention takes now. Only an attention that depends on what was trained
+        has its row trained again for it."""
+        again = digest(["timed again", cell["key"]])
+        if again not in self.store:
+            if time.monotonic() > self.deadline:
+                raise OutOfTimeError
+            if subject is None:
+                subject = Subject(self.workshop.model) if cell["kind"] == "dense" else self.workshop.make(method, seed)
+            peer = self._peer(method, subject, place.length, cell["budget"], seed)
+            timing = self._time(subject, peer, self.texts[place.data].test_blocks(place.length, place.blocks)[0])
+            self.store.put(again, cell | {"key": again, "timing": timing, "timed": this_run()})
+        return subject, self.store[again] | {"key": cell["key"]}
+
+    def _time(self, subject: Subject, peer: Baseline | None, block: torch.Tensor) -> dict[str, Any]:
+        return time_attention(subject.model, peer, block, TIMED_RUNS[self.settings.device.type])
 
     def _free_memory(self) -> None:
         gc.collect()
@@ -319,7 +342,7 @@ class _Model:
                 return cell | {"failed": "its loss is not a number"}
             cell["figures"] = figures.to_dict()
             if self.comparison.timing:
-                cell["timing"] = time_attention(subject.model, peer, blocks[0], TIMED_RUNS[self.settings.device.type])
+                cell["timing"] = self._time(subject, peer, blocks[0])
         if self.comparison.groups and isinstance(subject.model, FocusModel):
             cell["groups"] = describe_groups(subject.model, blocks, self.tokenizer)
         return cell

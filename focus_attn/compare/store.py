@@ -33,7 +33,7 @@ class CellStore:
 
     def put(self, key: str, cell: Cell) -> None:
         """On disk before it returns, beside the run that measured it."""
-        self.cells[key] = {"key": key, "run": _run(), **cell}
+        self.cells[key] = {"key": key, "run": this_run(), **cell}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(self.cells[key]) + "\n")
             file.flush()
@@ -66,5 +66,5 @@ def read_lines(path: Path) -> list[Cell]:
 
 
 @cache
-def _run() -> dict[str, Any]:
+def this_run() -> dict[str, Any]:
     return describe_run()

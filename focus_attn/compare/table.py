@@ -48,7 +48,7 @@ class Row:
     multiply_adds: float | None = None
     ms: float | None = None  # a layer's attention
     dense_ms: float | None = None  # the fastest dense one, in the same run
-    day: str | None = None  # of the measurement; None: its seeds were measured on several
+    day: str | None = None  # of the time
     dominance: float | None = None
     trained_parameters: int = 0
     trained_tokens: int | None = None  # that they were trained on, of one seed; None: not known
@@ -103,7 +103,7 @@ def verdicts(rows: Sequence[Row], place: Place) -> list[str]:
             limit = getattr(focus, cost)
             rivals = [row for row in peers if limit and (getattr(row, cost) or limit * 2) <= SAME_COST * limit]
             if cost == "ms":  # machines and kernels differ from day to day
-                rivals = [row for row in rivals if row.day is not None and row.day == focus.day]
+                rivals = [row for row in rivals if row.day == focus.day]
             if rivals:
                 best = min(rivals, key=lambda row: row.ppl or 0.0)
                 costs = both.format(limit, getattr(best, cost))
@@ -147,7 +147,9 @@ def _row(place: Place, name: str, cells: list[Cell], base: tuple[float, ...] | N
     if not measured:
         return Row(**described, failed=first["failed"])
     ppls = [cell["figures"]["ppl"] for cell in measured]
-    losses, days = _losses(measured), {cell["run"]["date"] for cell in measured}
+    losses = _losses(measured)
+    day = max(map(_day_of_time, measured))  # an older time is of other kernels, or of another machine
+    timed = [cell for cell in measured if _day_of_time(cell) == day]
     documents = tuple(measured[0]["documents"]) if "documents" in measured[0] else None
     return Row(
         **described,
@@ -157,9 +159,9 @@ def _row(place: Place, name: str, cells: list[Cell], base: tuple[float, ...] | N
         over_base=None if base is None or is_base(first) else perplexity_ratio(base, losses, together=documents),
         pairs_kept=_mean(measured, "figures", "pairs_kept"),
         multiply_adds=_mean(measured, "figures", "multiply_adds"),
-        ms=_mean(measured, "timing", "ms"),
-        dense_ms=_mean(measured, "timing", "dense_ms"),
-        day=days.pop() if len(days) == 1 else None,
+        ms=_mean(timed, "timing", "ms"),
+        dense_ms=_mean(timed, "timing", "dense_ms"),
+        day=day,
         dominance=_mean(measured, "figures", "dominance"),
         trained_parameters=first["trained_parameters"],
         trained_tokens=first.get("training", {}).get("tokens"),
@@ -167,6 +169,11 @@ def _row(place: Place, name: str, cells: list[Cell], base: tuple[float, ...] | N
         losses=losses,
         documents=documents,
     )
+
+
+def _day_of_time(cell: Cell) -> str:
+    """timed: the run that measured a known cell's time again."""
+    return str(cell.get("timed", cell["run"])["date"])
 
 
 def is_base(cell: Cell) -> bool:
