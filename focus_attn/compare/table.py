@@ -172,8 +172,8 @@ def _row(place: Place, name: str, cells: list[Cell], base: tuple[float, ...] | N
 
 
 def _day_of_time(cell: Cell) -> str:
-    """timed: the run that measured a known cell's time again."""
-    return str(cell.get("timed", cell["run"])["date"])
+    run = cell.get("timed") or cell["run"]  # that measured a known cell's time again
+    return str(run["date"])
 
 
 def is_base(cell: Cell) -> bool:
