@@ -32,11 +32,11 @@ CASES = {
 
 def case(
     *, heads=4, kv_heads=4, routers=1, groups=5, padding=0, documents=1, sliding=None, num_sinks=2, window=6,
-    sink_logits=False, value_width=16, sharpness=3.0, dtype=torch.float32,
+    sink_logits=False, width=16, value_width=16, sharpness=3.0, dtype=torch.float32,
 ):  # fmt: skip
     torch.manual_seed(0)
     make = functools.partial(torch.randn, 2, device=DEVICE)
-    q, k, v = (make(n, LENGTH, d).to(dtype) for n, d in ((heads, 16), (kv_heads, 16), (kv_heads, value_width)))
+    q, k, v = (make(n, LENGTH, d).to(dtype) for n, d in ((heads, width), (kv_heads, width), (kv_heads, value_width)))
     gates = [(3 * make(routers, LENGTH, groups)).log_softmax(-1) for _ in range(2)]
     real = torch.ones(2, LENGTH, dtype=torch.bool, device=DEVICE)
     real[0, :padding] = False

@@ -71,6 +71,19 @@ def test_half_precision_loses_no_more_than_rounding(dtype):
         assert (got.detach().float() - want).abs().max() <= 0.03 * max(1.0, float(want.detach().abs().max()))
 
 
+@pytest.mark.parametrize("documents", [1, 3])
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_heads_of_usual_widths_have_tiles_that_a_compiler_gets_right(width, documents):
+    """Four query heads on one KV head, as Gemma-3-270M has: with 64 rows and eight warps ptxas 12.8 reads elsewhere."""
+    given = made(dtype=torch.bfloat16, width=width, value_width=width, kv_heads=1, documents=documents)
+    inputs, options, real = given
+    options["scale"] = width**-0.5
+    exact = [x.detach().float().requires_grad_() for x in inputs]
+    results = run(by_kernels, inputs, options, real), run(by_formula, exact, options, real)
+    for got, want in zip(*results, strict=True):
+        assert (got.detach().float() - want).abs().max() <= 0.03 * max(1.0, float(want.detach().abs().max()))
+
+
 def test_a_text_whose_queries_are_the_last_of_the_slots(small_tiles):
     inputs, options, _ = made(kv_heads=2)
     q, _, _, query_gate, _ = inputs
@@ -165,8 +178,8 @@ def test_the_backend_that_was_asked_for_is_taken(backend, launches, monkeypatch)
     ("tile", "width", "item", "columns", "compiled"),
     [
         (Tile(64, 32, 4, 1), 64, 2, 16, 45056),
-        (Tile(64, 16, 8, 1), 128, 2, 16, 58368),
-        (Tile(64, 16, 8, 1), 256, 2, 16, 107520),
+        (Tile(64, 32, 4, 1), 128, 2, 16, 75776),
+        (Tile(32, 16, 8, 1), 256, 2, 16, 55296),
         (Tile(32, 32, 8, 1), 128, 2, 64, 65536),
         (Tile(32, 16, 8, 1), 128, 4, 16, 57344),
         (Tile(32, 16, 8, 1), 256, 4, 16, 106496),

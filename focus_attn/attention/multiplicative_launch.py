@@ -109,14 +109,18 @@ def tile_for(q: Tensor, k: Tensor, v: Tensor, columns: int) -> Tile:
 
 
 def _fitting_tile(width: int, item: int, columns: int, steady: bool, device: torch.device) -> Tile:
-    """As large as ptxas 12.8 finds registers for on Hopper, in all three kernels; at widths of 256 and in fp32 some
-    spill. With two pipeline stages it runs the forward's warpgroup products one after the other."""
-    if item == 4 or not steady or (columns > 32 and width > 128):
+    """As large as ptxas 12.8 finds registers for on Hopper, in all three kernels; beyond widths of 64 and in fp32 some
+    spill. With two pipeline stages it runs the forward's warpgroup products one after the other.
+
+    No tile of 64 rows has eight warps: there it gets products of the gates wrong (an address in shared memory begins
+    with a register that holds something else; ptxas 12.9 and 13.0 do not). Tiles of 32 rows have no warpgroup products.
+    """
+    if item == 4 or not steady or width > 128:
         tile = Tile(32, 16, 8, 1)
     elif columns > 32:
         tile = Tile(32, 32, 8, 1)
     else:
-        tile = Tile(64, 32, 4, 1) if width <= 64 else Tile(64, 16, 8, 1)
+        tile = Tile(64, 32, 4, 1)
     return fitting(tile, partial(bytes_of, width=width, item=item, columns=columns), shared_memory(device))
 
 
