@@ -54,7 +54,9 @@ def load_default_model(
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"`dtype` must be a floating-point torch dtype such as torch.bfloat16, got {dtype!r}")
     adapter_folder = None if adapter is None else find_adapter(adapter)
-    model, tokenizer = _load_converted(default_model_folder(), dtype)
+    from focus_attn.pretrained import find_pretrained
+
+    model, tokenizer = find_pretrained(None).load(dtype)
     if device is not None:
         model = model.to(device)  # type: ignore[arg-type]
     if adapter_folder is None:
@@ -98,16 +100,6 @@ def find_adapter(adapter: str | Path) -> Path:
         f"no adapter {str(adapter)!r}: it is neither a shipped one ({named_adapters()}), nor a folder that "
         f"`save_pretrained` wrote (no {CONFIG_FILE} in it), nor `owner/name` on the Hugging Face Hub"
     )
-
-
-@contextlib.contextmanager
-def naming(model: str) -> Iterator[None]:
-    """Inside, a model that does not come is a ValueError with its name."""
-    try:
-        yield
-    except OSError as error:  # what transformers makes of a wrong name, a missing file and a silent network alike
-        what = "its files" if Path(model).is_dir() else "it is no folder here, and from the Hugging Face Hub"
-        raise ValueError(f"no model {model!r}: {what}: {' '.join(str(error).split())}") from error
 
 
 def cache_folder() -> Path:
@@ -258,17 +250,6 @@ def restore_digit_splitting(tokenizer: PreTrainedTokenizerBase) -> None:
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
         ]
     )
-
-
-def _load_converted(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    with quiet_transformers():
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    # An adapter notes its base by this name: the cache folder of one user would mean nothing to another.
-    model.config._name_or_path = model.name_or_path = tokenizer.name_or_path = MODEL_NAME
-    return model.eval(), tokenizer
 
 
 @contextlib.contextmanager

@@ -5,8 +5,8 @@ import importlib.util
 import pytest
 import torch
 
-from focus_attn.compare.gemma import restore_merges
 from focus_attn.compare.models import describe_model, load_model
+from focus_attn.gemma import restore_merges
 from focus_attn.zoo import tiny_random_model
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from focus_attn import FocusConfig, FocusModel, adapters, get_focus_model, zoo
+from focus_attn import FocusConfig, FocusModel, adapters, get_focus_model, pretrained, zoo
 from focus_attn.adapters import read_adapter
 from focus_attn.bench import fastest_dtype
 
@@ -173,10 +173,11 @@ def test_shipped_adapters_are_whole_and_for_the_default_model():
 
 
 def test_adapter_folder_on_the_default_model(monkeypatch, tmp_path):
-    base, _ = zoo.tiny_random_model()
+    base, tokenizer = zoo.tiny_random_model()
+    for part in (base, tokenizer):
+        part.save_pretrained(tmp_path)
     get_focus_model(base, FocusConfig(num_groups=4, window=8)).save_pretrained(tmp_path / "adapter")
-    monkeypatch.setattr(zoo, "default_model_folder", lambda: tmp_path)
-    monkeypatch.setattr(zoo, "_load_converted", lambda folder, dtype: zoo.tiny_random_model())
+    monkeypatch.setattr(pretrained, "default_model_folder", lambda: tmp_path)
     model, _ = zoo.load_default_model(adapter=tmp_path / "adapter")
     assert isinstance(model, FocusModel)
     assert model.focus_config.num_groups == 4

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from focus_attn.adapters import adapter_digest
 from focus_attn.evaluation import token_blocks
-from focus_attn.generation import load
 from focus_attn.hf import text_config
 from focus_attn.model import FocusModel, get_focus_model
+from focus_attn.pretrained import load_with_adapter
 from focus_attn.text import default_text
 from focus_attn.zoo import find_adapter
 
@@ -30,7 +30,7 @@ def load_for_prefill(
     name: str | None, adapter: str | None, dtype: torch.dtype, device: torch.device, longest: int
 ) -> Loaded:
     folder = None if adapter is None else find_adapter(adapter)
-    base, tokenizer = load(name, folder, dtype)
+    base, tokenizer = load_with_adapter(name, folder, dtype)
     model = base if isinstance(base, FocusModel) else get_focus_model(base)
     model = model.to(device).eval()
     with model.disable_focus():

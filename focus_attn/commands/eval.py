@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    model: Annotated[str | None, typer.Option(help="Name or folder; else the embedded one.")] = None,
+    model: Annotated[str | None, typer.Option(help="Name, folder or gemma3-270m; else the embedded one.")] = None,
     adapter: Annotated[
         list[str] | None, typer.Option(metavar="DIR", help="Or a shipped one's name; repeat it.")
     ] = None,
@@ -61,6 +61,7 @@ def evaluate(
     from focus_attn.evaluation.run import score_all, sum_up
     from focus_attn.evaluation.tasks import read_task_names
     from focus_attn.evaluation.terminal import print_grids, print_positions, print_rows
+    from focus_attn.pretrained import find_pretrained
     from focus_attn.report.terminal import StageBars
 
     check_results(json_file, plot)
@@ -88,7 +89,7 @@ def evaluate(
         if score_requests is not None:
             requests = Requests.load(score_requests)
         else:
-            tokenizer = compared.tokenizer if compared else _tokenizer(model)
+            tokenizer = compared.tokenizer if compared else find_pretrained(model).tokenizer()
             asked = Asked(
                 text=text,
                 lengths=read_numbers("length", length) if not no_perplexity else (),
@@ -142,19 +143,6 @@ def _window(window: int | None, adapters: list[str]) -> int:
     if window is not None:
         return window
     return max((read_adapter(find_adapter(one)).config.window for one in adapters), default=FocusConfig().window)
-
-
-def _tokenizer(model: str | None) -> Any:
-    """Of a model that is not loaded."""
-    from transformers import AutoTokenizer
-
-    from focus_attn.zoo import MODEL_NAME, default_model_folder, naming, quiet_transformers
-
-    with quiet_transformers(), naming(model or MODEL_NAME):
-        tokenizer = AutoTokenizer.from_pretrained(model or default_model_folder())
-    if model is None:
-        tokenizer.name_or_path = MODEL_NAME
-    return tokenizer
 
 
 def _short_digest(requests: Requests, compared: Any) -> str:

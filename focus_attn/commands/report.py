@@ -84,22 +84,19 @@ def _measure(
 ) -> dict[str, Any]:
     from focus_attn.adapters import adapter_digest
     from focus_attn.bench.options import read_device, read_dtype
-    from focus_attn.generation import load
+    from focus_attn.pretrained import load_with_adapter
     from focus_attn.report.measure import measure
     from focus_attn.report.terminal import StageBars
     from focus_attn.text import default_text, read_text
-    from focus_attn.zoo import find_adapter, load_default_model
+    from focus_attn.zoo import find_adapter
 
     place, folder = read_device(device), find_adapter(adapter)
     documents = [(path.name, read_text(path)) for path in texts]
     if not documents:
         default = default_text()
         documents = [(default.name, default.held_out)]
-    if model_name is None:
-        model, tokenizer = load_default_model(folder, read_dtype("auto", place), place)
-    else:
-        model, tokenizer = load(model_name, folder)
-        model.to(place)
+    model, tokenizer = load_with_adapter(model_name, folder, read_dtype("auto", place) if model_name is None else None)
+    model.to(place)
     with StageBars(console) as bars:
         measured = measure(model, tokenizer, documents, sizes, bars)
     named = {"adapter": Path(adapter).name, "adapter_digest": adapter_digest(folder)}

@@ -87,19 +87,7 @@ def train(
 
 def load_base(recipe: Any) -> tuple[Any, Any]:
     """The model that a recipe names, with its own weights or fresh ones, and its tokenizer."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from focus_attn.pretrained import find_pretrained
 
-    from focus_attn.zoo import default_model_folder, load_default_model, naming, quiet_transformers
-
-    if recipe.model is None and not recipe.fresh_weights:
-        return load_default_model()
-    name = str(default_model_folder()) if recipe.model is None else recipe.model
-    local = {"local_files_only": Path(name).is_dir()}
-    with quiet_transformers(), naming(name):
-        tokenizer = AutoTokenizer.from_pretrained(name, **local)
-        if not recipe.fresh_weights:
-            return AutoModelForCausalLM.from_pretrained(name, dtype="auto", **local), tokenizer
-        torch.manual_seed(recipe.seed)
-        config = AutoConfig.from_pretrained(name, **local)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32), tokenizer
+    base = find_pretrained(recipe.model)
+    return (base.with_fresh_weights(recipe.seed), base.tokenizer()) if recipe.fresh_weights else base.load()

@@ -12,8 +12,8 @@ import torch
 
 from focus_attn.adapters import adapter_digest
 from focus_attn.evaluation.summary import BASE
-from focus_attn.generation import load
 from focus_attn.model import FocusModel
+from focus_attn.pretrained import find_pretrained
 from focus_attn.zoo import find_adapter
 
 
@@ -56,9 +56,10 @@ def load_compared(
 ) -> Compared:
     folders = [find_adapter(adapter) for adapter in adapters]  # before the model, which takes longer
     names = short_names([Path(adapter) for adapter in adapters])  # on the Hub's side a folder is called by its commit
-    model, tokenizer = load(model_name, None, dtype)
-    model = model.to(device).eval()
-    name = model.config._name_or_path if model_name is None else Path(model_name).name or model_name
+    base = find_pretrained(model_name)
+    model, tokenizer = base.load(dtype)
+    model = model.to(device)
+    name = base.name if base.in_wheel else Path(base.name).name or base.name
     if folders:
         model = FocusModel.from_pretrained(model, str(folders[0]), names[0])
         for folder, short in zip(folders[1:], names[1:], strict=True):

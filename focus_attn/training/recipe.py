@@ -178,7 +178,7 @@ class Recipe:
     focus: FocusConfig | None = None  # None: what the model has, else the defaults
     data: Data = Data()
     name: str = string("focus", "for people")
-    model: str | None = string(None, "a Hugging Face model's name or folder; none: the embedded default")
+    model: str | None = string(None, "a Hugging Face model's name or folder, or gemma3-270m; none: the embedded one")
     adapter: str | None = string(None, "go on from it, a folder or a shipped one's name, instead of a `start`")
     fresh_weights: bool = flag(False, "start the model itself from random weights")
     precision: Precision = choice(

