@@ -8,7 +8,7 @@ import pytest
 from tiny import save_tiny_default
 from typer.testing import CliRunner
 
-from focus_attn import FocusConfig, __version__, generation, get_focus_model
+from focus_attn import FocusConfig, __version__, generation, get_focus_model, pretrained
 from focus_attn.cli import app
 from focus_attn.zoo import tiny_random_model
 
@@ -16,9 +16,9 @@ run = CliRunner().invoke
 
 
 @pytest.fixture
-def tiny_default(monkeypatch):
+def tiny_default(monkeypatch, saved):
     """The embedded default model, tiny."""
-    monkeypatch.setattr(generation, "load_default_model", lambda adapter=None, dtype=None: tiny_random_model())
+    monkeypatch.setattr(pretrained, "default_model_folder", lambda: saved / "model")
 
 
 @pytest.fixture(scope="module")
