@@ -44,11 +44,16 @@ class Pretrained:
 
         return self._read(AutoTokenizer, "tokenizer")
 
+    def config(self) -> Any:
+        from transformers import AutoConfig
+
+        return self._read(AutoConfig, "model")
+
     def with_fresh_weights(self, seed: int) -> Any:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
 
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(self._read(AutoConfig, "model"), dtype=torch.float32)
+        return AutoModelForCausalLM.from_config(self.config(), dtype=torch.float32)
 
     def _read(self, kind: Any, what: str, **options: Any) -> Any:
         local = Path(self.source).is_dir()

@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from focus_attn.cli import app
 from focus_attn.compare.quick import NOTE, quick_requests
+from focus_attn.zoo import tiny_random_model
 
 
 def focus(*arguments):
@@ -87,6 +88,17 @@ def test_texts_are_written_as_tokens_and_read_back(tmp_path):
     assert again.exit_code == 0, again.output
     ppl = [[row["ppl"] for row in json.loads(file.read_text())["rows"]] for file in (from_text, from_tokens)]
     assert ppl[0] == ppl[1]
+
+
+def test_to_write_tokens_a_model_without_weights_is_enough(tmp_path):
+    model, tokenizer = tiny_random_model()
+    model.config.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("The whale is white, and the sea is wide. " * 20)
+    where = ["--text", tmp_path / "text.txt", "--write-tokens", tmp_path / "tokens"]
+    answer = focus("peers", "--model", tmp_path / "model", *where)
+    assert answer.exit_code == 0, answer.output
+    assert len(list((tmp_path / "tokens").rglob("*.test.npy"))) == 2
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,16 @@ def test_a_long_one_is_shared_out_by_its_rows(folder, monkeypatch, capsys):
     assert sorted(rows) == ["far", "full attention", "near", "ours"]
 
 
+def test_and_by_its_seeds(folder, monkeypatch, capsys):
+    common = ["--text", "prose=text.txt", "--device", "cpu", "--out", "out", "--into", "kept", "--at-once", 2]
+    run(monkeypatch, "one.yaml#0@ours", "one.yaml#2#3", *common)
+    kept = Path("kept", "one.json")
+    said = [f"one-0-ours: 2 cells; whole -> {kept}", f"one-2-3: 3 cells; whole -> {kept}"]
+    assert capsys.readouterr().out.splitlines() == said
+    cells = json.loads((folder / kept).read_text())["cells"]
+    assert [cell["seed"] for cell in cells if cell["row"] == "ours"] == [0, 2, 3]
+
+
 def test_benchmarks_of_its_rows_are_put_together(folder, monkeypatch, capsys):
     windows = {"near": 8, "far": 32}
     rows = "".join(f"  - {{name: {one}, attention: window, options: {{window: {n}}}}}\n" for one, n in windows.items())
@@ -116,7 +126,7 @@ def test_what_was_not_begun_is_said(folder, monkeypatch, capsys):
 
 
 def test_a_text_goes_where_it_belongs(folder, monkeypatch, capsys):
-    assert tables.texts_for("table10", ["wikitext.test=a", "books.test=b", "c"]) == ["books.test=b", "c"]
+    assert tables.texts_for(tables.Part("table10"), ["wikitext.test=a", "books.test=b", "c"]) == ["books.test=b", "c"]
     with pytest.raises(SystemExit):
         run(monkeypatch, "table10", "--text", "wikitext.test=a")
     assert "--text wikitext.test=a: none of these comparisons has such a dataset" in capsys.readouterr().err

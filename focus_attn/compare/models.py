@@ -32,6 +32,15 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device) -> tuple[Any
     return model.to(device), tokenizer
 
 
+def load_tokenizer(name: str) -> tuple[Any, int]:
+    """The tokenizer of such a model, and how many ids the model has: its weights are not read."""
+    if name == TINY:
+        model, tokenizer = tiny_random_model()
+        return tokenizer, model.config.vocab_size
+    pretrained = find_pretrained(name)
+    return pretrained.tokenizer(), pretrained.config().get_text_config().vocab_size
+
+
 def describe_model(name: str) -> str:
     known = {DEFAULT: "SmolLM2-135M-Instruct", GEMMA: "Gemma-3-270M", TINY: TINY_TITLE}
     return known.get(name) or (Path(name).name if Path(name).is_dir() else name)

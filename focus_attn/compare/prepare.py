@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from focus_attn.compare.data import Texts
-from focus_attn.compare.models import load_model
+from focus_attn.compare.models import load_tokenizer
 from focus_attn.compare.recipe import Comparison
 from focus_attn.training.token_file import write_tokens
 
@@ -15,8 +13,7 @@ from focus_attn.training.token_file import write_tokens
 def prepare_tokens(comparison: Comparison, folder: Path) -> None:
     """NAME.train.npy and NAME.test.npy of every dataset, below a folder for each model; prints how to use them."""
     for model_name in comparison.models:
-        model, tokenizer = load_model(model_name, torch.float32, torch.device("cpu"))
-        vocabulary = model.get_output_embeddings().weight.shape[0]
+        tokenizer, vocabulary = load_tokenizer(model_name)
         options = []
         for name, dataset in comparison.data.items():
             texts = Texts(dataset, tokenizer, vocabulary)
