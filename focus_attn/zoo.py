@@ -53,17 +53,10 @@ def load_default_model(
     """
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"`dtype` must be a floating-point torch dtype such as torch.bfloat16, got {dtype!r}")
-    adapter_folder = None if adapter is None else find_adapter(adapter)
-    from focus_attn.pretrained import find_pretrained
+    from focus_attn.pretrained import load_with_adapter
 
-    model, tokenizer = find_pretrained(None).load(dtype)
-    if device is not None:
-        model = model.to(device)  # type: ignore[arg-type]
-    if adapter_folder is None:
-        return model, tokenizer
-    from focus_attn.model import FocusModel
-
-    return FocusModel.from_pretrained(model, str(adapter_folder)), tokenizer
+    model, tokenizer = load_with_adapter(None, adapter, dtype)
+    return (model if device is None else model.to(device)), tokenizer
 
 
 def cast_parameters(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:

@@ -84,7 +84,7 @@ def _measure(
 ) -> dict[str, Any]:
     from focus_attn.adapters import adapter_digest
     from focus_attn.bench.options import read_device, read_dtype
-    from focus_attn.pretrained import load_with_adapter
+    from focus_attn.pretrained import DEFAULT, load_with_adapter
     from focus_attn.report.measure import measure
     from focus_attn.report.terminal import StageBars
     from focus_attn.text import default_text, read_text
@@ -95,7 +95,8 @@ def _measure(
     if not documents:
         default = default_text()
         documents = [(default.name, default.held_out)]
-    model, tokenizer = load_with_adapter(model_name, folder, read_dtype("auto", place) if model_name is None else None)
+    dtype = read_dtype("auto", place) if model_name in (None, DEFAULT) else None
+    model, tokenizer = load_with_adapter(model_name, folder, dtype)
     model.to(place)
     with StageBars(console) as bars:
         measured = measure(model, tokenizer, documents, sizes, bars)
