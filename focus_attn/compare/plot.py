@@ -58,6 +58,8 @@ def _distinct(here: Sequence[Place], names: Sequence[str]) -> int:
 def plot_pareto(rows: Sequence[Row], place: Place, title: str, path: Path) -> None:
     """A panel for each cost that was measured. Dashes join the rows that nothing beats on both counts; a line through a
     point goes from the lowest to the highest of its seeds."""
+    from matplotlib.ticker import MaxNLocator
+
     here = [row for row in rows if row.place == place and row.ppl is not None]
     best = min(row.ppl for row in here if row.ppl is not None)
     top = OFF_THE_SCALE * next((row.ppl for row in here if row.is_base), best)  # type: ignore[operator]
@@ -73,6 +75,9 @@ def plot_pareto(rows: Sequence[Row], place: Place, title: str, path: Path) -> No
             axes.margins(x=SIDE_MARGIN / (1 - 2 * SIDE_MARGIN), y=MARGIN / (1 - 2 * MARGIN))
             _panel(axes, [row for row in here if getattr(row, cost) is not None], cost, top)
             axes.set_xlabel(label)
+            lowest, highest = axes.get_xlim()
+            if highest < 4 * lowest:  # powers of two would leave one tick, or none
+                axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
             axes.xaxis.set_major_formatter(lambda value, _, numbers=numbers: numbers.format(value))
         figure.axes[0].set_ylabel("perplexity (lower is better)")
         figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
