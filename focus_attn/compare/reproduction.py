@@ -41,7 +41,7 @@ compared across the columns, only what a method does to its own base model.
 
 - Perplexities count predictions past the first window, on text that nothing was trained on, in non-overlapping blocks.
 - "over full" is the ratio to the same model with full attention, with a 95 % interval by 1,000 paired resamples of the
-  documents, each with all its blocks (WikiText is one document, and Gemma's table 7 and Python's documentation do not
+  documents, each with all its blocks (WikiText is one document, and Python's documentation does not
   say whose their blocks are: of the blocks alone there, which makes narrower intervals). Where rows were trained with
   several seeds, the range of the seeds stands beside the mean; where the recipe asks for more seeds than were trained,
   a line under the table says so. An interval is of the text alone, for the mean of the seeds that were run: a single
