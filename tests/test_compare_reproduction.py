@@ -85,6 +85,38 @@ def test_what_a_recipe_asks_for_and_nobody_measured_is_named(tmp_path):
     assert "- Not run: LoRA, r=16; DoRA, r=16.\n- 1 of 3 seeds: LoRA, r=4.\n" in table3
 
 
+def test_benchmarks_of_fewer_seeds_than_asked_for_are_named(tmp_path):
+    score = {"models": {name: {"estimate": 0.3} for name in ("base", "Focus", "LoRA, r=4", "LoRA, r=16")}}
+    task = {"task": "piqa", "metric": "acc", "n": 7, "against_base": {}, "is_ratio": False, "at_floor": False, **score}
+    task["seeds"] = {"Focus": 3, "LoRA, r=16": 2}
+    write(tmp_path, "table3", [{**FULL, "row": "full attention"}], tasks=[task], models=["default"])
+    benchmarks = make_page(tmp_path).split("## Table 3")[1].split("benchmarks, and the difference")[1]
+    assert "\n\n- 1 of 3 seeds: LoRA, r=4.\n- 2 of 3 seeds: LoRA, r=16.\n" in benchmarks.split("## Table 4")[0]
+
+
+def test_one_seed_of_everything_is_said(tmp_path):
+    write(tmp_path, "starts", [{**FULL, "row": "full attention"}, cell("coverage", focus=True)])
+    assert "- One seed of each row that is trained.\n" in make_page(tmp_path).split("## Starts")[1]
+
+
+def test_confidence_is_of_all_seeds(tmp_path):
+    described = [
+        {"groups": {"confidence": value, "groups": [{"key_share": 0.4}, {"key_share": 0.6}]}} for value in (0.8, 0.9)
+    ]
+    cells = [cell("as published, K=8", focus=True, seed=seed) | one for seed, one in enumerate(described)]
+    write(tmp_path, "groups", [{**FULL, "row": "full attention"}, *cells])
+    page = make_page(tmp_path)
+    assert "| confidence | 0.89 | 0.85 (0.80 to 0.90, 2 seeds) |" in page and "| 40% to 60% |" in page
+
+
+def test_benchmarks_are_asked_for_as_the_recipe_asks(tmp_path):
+    table4 = make_page(tmp_path).split("## Table 4")[1].split("## Table 5")[0]
+    asked = (
+        "--no-perplexity --window 128 --tasks truthfulqa_mc1,hellaswag --limit 817 --long 1024 --write-requests items"
+    )
+    assert asked in table4
+
+
 def test_plots_stand_below_their_table(tmp_path):
     write(tmp_path, "table1", [{**FULL, "row": "full attention"}])
     for name in ("table1.png", "table1-2.png", "table10.png"):
@@ -107,11 +139,16 @@ def test_a_quick_form_is_no_result(tmp_path):
     assert read_results(tmp_path) == {}
 
 
+def speed_row(length, speedup, spread, repeats):
+    dense = {"baseline": "cuDNN", "peers": {"cuDNN": {"repeats": repeats}}}
+    return {"K": 8, "length": length, "speedup": speedup, "speedup_spread": spread, **dense}
+
+
 def test_speed_comes_from_the_benchmark_where_the_table_was_not_run(tmp_path):
     (tmp_path / "attention_h200").mkdir()
-    rows = [{"K": 8, "length": 1 << 20, "speedup": 9.05}, {"K": 8, "length": 4096, "speedup": 0.64}]
+    rows = [speed_row(1 << 20, 9.05, [9.05, 9.06], repeats=1), speed_row(4096, 0.64, [0.6, 0.7], repeats=15)]
     (tmp_path / "attention_h200" / "published.json").write_text(json.dumps({"run": RUN, "rows": rows}))
-    assert speedups(benched(tmp_path)["cells"]) == {"K = 8": "0.64x at 4K, 9.05x at 1M"}
+    assert speedups(benched(tmp_path)["cells"]) == {"K = 8": "0.64x (0.60 to 0.70) at 4K, 9.05x (one dense call) at 1M"}
     page = make_page(tmp_path)
     assert "(NVIDIA H200, torch 2.11, 2026-01-01, commit abc: [published.json](../results/attention_h200/" in page
 

@@ -143,6 +143,7 @@ class Comparison:
     curves: bool = flag(False, "draw the largest group over the steps of training, not quality over cost")
     stepwise: bool = flag(False, "each row adds to the one above it: show them in this order, not the best first")
     tasks: bool = flag(False, "score the benchmarks of --requests too")
+    asks: str = string("--tasks all --long 4096", "options of `focus eval` for `tasks`, that write such a file")
     bench: Mapping[str, Any] | None = None  # options of `focus bench attention`, where the table is one of speed
     name: str = string("comparison", "for people, and for the folder of its results")
     title: str = string("Comparison", "the table's heading")

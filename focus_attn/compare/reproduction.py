@@ -26,7 +26,6 @@ PAGE = ROOT / "docs" / "reproduction.md"
 RESULTS = ROOT / "results"
 FIRST = ("peers", *(f"table{number}" for number in range(1, 11)))  # then the others by name
 NOT_RUN = "not run"
-TASKS = "hellaswag,arc_easy,piqa,lambada_openai,truthfulqa_mc1"  # that the paper has
 WIDTH = 120
 
 Cell = dict[str, Any]
@@ -105,7 +104,7 @@ def section(name: str, comparison: Comparison, found: Mapping[str, Any], results
     for plot in _plots_of(name, results):
         yield f"![{comparison.title}](../results/compare/{plot.name})\n"
     for model, tasks in found.get("tasks", []):
-        yield from task_table(model, tasks)
+        yield from task_table(comparison, model, tasks)
     if comparison.tasks and not found.get("tasks"):
         yield f"Benchmarks (`--requests`): {NOT_RUN}.\n"
     if comparison.not_run:
@@ -152,8 +151,7 @@ def our_figure(
         mine = [cell for cell in cells if cell["row"] == entry["row"] and place_of(cell) == here[0].place]
         return _largest_group([cell["figures"]["dominance"] for cell in mine if "figures" in cell])
     if shows != "ppl":
-        groups = next(cell["groups"] for cell in cells if cell["row"] == entry["row"] and "groups" in cell)
-        return _groups(groups, shows)
+        return _groups([cell["groups"] for cell in cells if cell["row"] == entry["row"] and "groups" in cell], shows)
     if entry.get("over") == "lengths":
         by_length = sorted(here, key=lambda row: row.place.length)
         return " / ".join(f"{row.ppl:.2f}{_range(row) and f' ({_range(row)})'}" for row in by_length)
@@ -206,21 +204,27 @@ def _still_missing(comparison: Comparison, here: Sequence[Row]) -> Iterator[str]
     wanted = {method.name: len(comparison.seeds_of(method)) for method in comparison.methods}
     if rows := [name for name in wanted if name not in measured]:
         yield f"- {NOT_RUN[0].upper()}{NOT_RUN[1:]}: {'; '.join(rows)}."
+    yield from _fewer_seeds(comparison, {name: seeds for name, seeds in measured.items() if name not in failed})
+
+
+def _fewer_seeds(comparison: Comparison, measured: Mapping[str, int]) -> Iterator[str]:
+    wanted = {method.name: len(comparison.seeds_of(method)) for method in comparison.methods}
     fewer: dict[str, list[str]] = {}
     for name, seeds in measured.items():
-        if name not in failed and seeds < wanted.get(name, 0):
+        if seeds < wanted.get(name, 0):
             fewer.setdefault(f"{seeds} of {wanted[name]} seeds", []).append(name)
-    trained = {name for name, seeds in wanted.items() if seeds > 1 and name in measured} - failed
+    trained = {name for name, seeds in wanted.items() if seeds > 1 and name in measured}
     for how_many, names in fewer.items():
         yield f"- {how_many}: {'every row that is trained' if set(names) == trained else '; '.join(names)}."
+    if len(comparison.seeds) == 1 and any(method.is_trained for method in comparison.methods):
+        yield "- One seed of each row that is trained."
 
 
-def task_table(model: str, tasks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def task_table(comparison: Comparison, model: str, tasks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     names = list(tasks[0]["models"])
-    several = "Rows of several seeds say so: an item's score is the mean over them."
     yield (
         f"{model}, benchmarks, and the difference to the base model [95 %] (of perplexities the ratio, with an x). "
-        f"{several if tasks[0].get('seeds') else 'One seed of each row that is trained.'}\n"
+        "Rows of several seeds say so: an item's score is the mean over them.\n"
     )
     yield _line("task", "n", *(task_heading(tasks[0], name) for name in names))
     yield _line("---", *["--:"] * (1 + len(names)))
@@ -230,6 +234,8 @@ def task_table(model: str, tasks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             f"{task['task']}, {task['metric']}{floor}", f"{task['n']:,}", *(task_cell(task, name) for name in names)
         )
     yield ""
+    if missing := list(_fewer_seeds(comparison, {name: tasks[0].get("seeds", {}).get(name, 1) for name in names})):
+        yield "\n".join(missing) + "\n"
 
 
 def not_run_table(name: str, comparison: Comparison) -> Iterator[str]:
@@ -237,19 +243,19 @@ def not_run_table(name: str, comparison: Comparison) -> Iterator[str]:
     yield _line("model", "command", "estimated cost")
     yield _line("---", "---", "---")
     for entry in comparison.not_run:
-        yield _line(entry["model"], _command(name, entry, comparison.tasks), _cost(entry, comparison))
+        yield _line(entry["model"], _command(name, entry, comparison), _cost(entry, comparison))
     yield ""
 
 
-def _command(name: str, entry: Mapping[str, Any], tasks: bool) -> str:
+def _command(name: str, entry: Mapping[str, Any], comparison: Comparison) -> str:
     """options: of the comparison, such as `--longest` for a model with few positions."""
     model, options = entry["model"], f" {entry['options']}" if "options" in entry else ""
     if "command" in entry:
         return f"`{entry['command']}`"
     run = f"focus compare {name} --model {model} --device cuda{options}"
-    if not tasks:
+    if not comparison.tasks:
         return f"`{run}`"
-    ask = f"focus eval --model {model} --no-perplexity --tasks {TASKS} --write-requests items.jsonl"
+    ask = f"focus eval --model {model} --no-perplexity {comparison.asks} --write-requests items.jsonl"
     return f"`{ask}`, then `{run} --requests items.jsonl`"
 
 
@@ -275,8 +281,15 @@ def speedups(cells: Sequence[Cell]) -> dict[str, str]:
     by_groups: dict[str, list[str]] = {}
     for row in sorted(rows, key=lambda row: row["length"]):
         if row["speedup"] is not None:
-            by_groups.setdefault(f"K = {row['K']}", []).append(f"{row['speedup']:.2f}x at {_count(row['length'])}")
+            by_groups.setdefault(f"K = {row['K']}", []).append(f"{_speedup(row)} at {_count(row['length'])}")
     return {name: ", ".join(speeds) for name, speeds in by_groups.items()}
+
+
+def _speedup(row: Mapping[str, Any]) -> str:
+    dense = row["peers"][row["baseline"]]
+    low, high = row["speedup_spread"]
+    spread = f"{low:.2f} to {high:.2f}" if dense["repeats"] > 1 else "one dense call"
+    return f"{row['speedup']:.2f}x ({spread})"
 
 
 def _made_by(found: Mapping[str, Any], results: Path) -> str:
@@ -342,13 +355,17 @@ def _largest_group(shares: Sequence[float | None]) -> str:
     return f"largest group {sum(known) / len(known):.1%}{spread}"
 
 
-def _groups(described: Mapping[str, Any], shows: str) -> str:
+def _groups(seeds: Sequence[Mapping[str, Any]], shows: str) -> str:
+    """Of all seeds together, or where that would be too much to read of the first."""
     if shows == "confidence":
-        return f"{described['confidence']:.2f}"
+        each = [described["confidence"] for described in seeds]
+        spread = f" ({min(each):.2f} to {max(each):.2f}, {len(each)} seeds)" if len(each) > 1 else ""
+        return f"{sum(each) / len(each):.2f}{spread}"
+    groups = seeds[0]["groups"]
     if shows == "sizes":
-        shares = [group["key_share"] for group in described["groups"]]
+        shares = [group["key_share"] for group in groups]
         return f"{min(shares):.0%} to {max(shares):.0%}"
-    listed = (" ".join(repr(token) for token in group["key_tokens"][:5]) for group in described["groups"])
+    listed = (" ".join(repr(token) for token in group["key_tokens"][:5]) for group in groups)
     return "; ".join(f"({number}) {tokens}" for number, tokens in enumerate(listed)).replace("|", "\\|")
 
 

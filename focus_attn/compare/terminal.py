@@ -56,7 +56,8 @@ def print_outcome(console: Console, comparison: Comparison, outcome: Outcome) ->
     if outcome.tasks:
         console.print(task_table(outcome.tasks))
     elif comparison.tasks:
-        console.print("tasks: not run. `focus eval --write-requests FILE` makes a file of them for --requests.")
+        ask = f"focus eval --no-perplexity {comparison.asks} --write-requests FILE"
+        console.print(f"tasks: not run. `{ask}` makes a file of them for --requests.", markup=False, highlight=False)
     if outcome.stopped:
         console.print(outcome.stopped, style="yellow", markup=False)
 
