@@ -208,6 +208,20 @@ def test_items_behind_other_text(data, tokenizer, tmp_path):
         behind_text(tokenizer, "lambada_openai", 20, documents, data)
 
 
+def test_a_preamble_stands_once_behind_other_text(data, tokenizer, tmp_path):
+    documents = read_text(write_text(tmp_path / "t.txt"))
+    requests = behind_text(tokenizer, "truthfulqa_mc1", 1200, documents, data, prefixes=1)
+    (prefix,) = requests.prefixes.values()
+    assert max(map(requests.length, requests.items)) <= 1200
+    (short,) = (item for item in short_form(tokenizer, "truthfulqa_mc1", data).items if item.item == "7")
+    (item,) = (item for item in requests.items if item.item == "7")
+    passage, separator, asked = tokenizer.decode([*prefix, *item.context]).partition("\n\nQ:")
+    assert separator + asked == "\n\n" + tokenizer.decode(short.context)
+    assert set(passage.split("\n\n")) <= set(documents[0].split("\n\n"))
+    assert len(item.context) * 5 < len(short.context)
+    assert item.continuations == short.continuations and item.answer == short.answer
+
+
 def test_compressed_files_and_hub_fields_are_read(data, tokenizer, tmp_path):
     record = {"question": "q", "choices": {"text": ["x", "yy"], "label": ["1", "2"]}, "answerKey": "2"}
     with lzma.open(tmp_path / "arc_easy_validation.jsonl.xz", "wt") as file:

@@ -53,7 +53,7 @@ def behind_text(
     limit: int | None = None,
     prefixes: int | None = None,
 ) -> Requests:
-    """Items behind passages of other text, which end at a paragraph."""
+    """Items behind passages of other text, which end at a paragraph. What all items begin with stands once, between."""
     paragraphs = [part for document in documents for part in document.split(BREAK) if part.strip()]
 
     def passage(number: int, of: int) -> list[str]:
@@ -61,7 +61,8 @@ def behind_text(
         return paragraphs[start:] + paragraphs[:start]
 
     questions = read_questions(name, data, 0, enough(limit))
-    return _behind(tokenizer, name, length, questions, 0, passage, "text", limit, prefixes)
+    preamble = common_preamble([question.context for question in questions])
+    return _behind(tokenizer, name, length, questions, len(preamble), passage, "text", limit, prefixes, preamble)
 
 
 def common_preamble(contexts: Sequence[str]) -> str:
@@ -82,8 +83,9 @@ def _behind(
     form: str,
     limit: int | None,
     prefixes: int | None,
+    ending: str = "",
 ) -> Requests:
-    """`skipped` characters of every context are in the prefix already."""
+    """`skipped` characters of every context are in the prefix already, whose last words are `ending`."""
     questions = evenly(questions, limit)
     ends = [
         encode_pair(tokenizer, BREAK + question.context[skipped:], question.continuations, special=False)
@@ -93,12 +95,14 @@ def _behind(
         len(context) + max(map(len, continuations), default=question.options.get("max_new_tokens", 0))
         for question, (context, continuations) in zip(questions, ends, strict=True)
     )
-    if length - longest < 1:
-        raise ValueError(f"{name} has items of {longest} tokens: --long must be above that, got {length}")
+    last = tokenizer.encode(BREAK + ending.rstrip(), add_special_tokens=False) if ending else []
+    room = length - longest - len(last)
+    if room < 1:
+        raise ValueError(f"{name} has items of {length - room} tokens: --long must be above that, got {length}")
     wanted = max(1, min(MOST_PREFIXES, len(questions) // ITEMS_A_PREFIX)) if prefixes is None else prefixes
     used = min(wanted, len(questions))
     names = [f"{name}@{length} {form} {number}" for number in range(used)]
-    filled = {one: fill(tokenizer, pieces_of(number, used), length - longest) for number, one in enumerate(names)}
+    filled = {one: fill(tokenizer, pieces_of(number, used), room) + last for number, one in enumerate(names)}
     sizes = [len(tokens) for tokens in filled.values()]
     settings = {"form": form, "length": length, "prefixes": used, "prefix_tokens": [min(sizes), max(sizes)]}
     task = Task(f"{name}@{length} {form}", BENCHMARKS[name].measure, "task", settings)
