@@ -40,11 +40,12 @@ compared across the columns, only what a method does to its own base model.
 
 - Perplexities count predictions past the first window, on text that nothing was trained on, in non-overlapping blocks.
 - "over full" is the ratio to the same model with full attention, with a 95 % interval by 1,000 paired resamples of the
-  documents, each with all its blocks (WikiText is one document, and Python's documentation does not
-  say whose their blocks are: of the blocks alone there, which makes narrower intervals). Where rows were trained with
-  several seeds, the range of the seeds stands beside the mean; where the recipe asks for more seeds than were trained,
-  a line under the table says so. An interval is of the text alone, for the mean of the seeds that were run: a single
-  seed, one of these or another, may lie outside it.
+  documents, each with all its blocks (WikiText is one document, and rows that were measured early do not say to which
+  page of Python's documentation their blocks belong: of the blocks alone there, which makes narrower intervals). Where
+  rows were trained with several seeds, their losses are averaged block by block (a perplexity is then the seeds'
+  geometric mean), and their range stands beside it; where the recipe asks for more seeds than were trained, a line
+  under the table says so. An interval is of the text alone, for the mean of the seeds that were run: a single seed, one
+  of these or another, may lie outside it.
 - Seeds of a row were partly trained on different days, with the program as it was then. What differs between them is
   the seed, the order of the text, and whatever the program and the GPU's rounding add: it is the spread of a training
   run anew, not of the seed alone.
@@ -289,7 +290,7 @@ def _speedup(row: Mapping[str, Any]) -> str:
     dense = row["peers"][row["baseline"]]
     low, high = row["speedup_spread"]
     spread = f"{low:.2f} to {high:.2f}" if dense["repeats"] > 1 else "one dense call"
-    return f"{row['speedup']:.2f}x ({spread})"
+    return f"{dense['ms'] / row['focus']['ms']:.2f}x ({spread})"  # `speedup` is rounded already
 
 
 def _made_by(found: Mapping[str, Any], results: Path) -> str:
