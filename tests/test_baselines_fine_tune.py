@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from tiny import focus, tiny_model, tokens
@@ -95,6 +97,13 @@ def test_a_model_adapts_to_a_sparse_method():
         before = block_perplexity(model, BLOCKS, window=3).ppl
         trained = fine_tune(model, BLOCKS, method="full", **SETTINGS)
         assert block_perplexity(trained.model, BLOCKS, window=3).ppl < 0.9 * before
+
+
+def test_a_model_with_attention_dropout_adapts_too():
+    model, method = tiny_model("gpt2", attn_pdrop=0.5), make_baseline("window", window=3)
+    with use_baseline(model, method):
+        one, other = (fine_tune(copy.deepcopy(model), BLOCKS, method="full", **SETTINGS) for _ in range(2))
+    assert one.losses == other.losses  # nothing is dropped at random
 
 
 def test_a_trained_adapter_runs_in_the_seam():

@@ -130,6 +130,13 @@ def test_rows_named_by_their_steps_have_them(name):
             assert training_recipe(comparison, method, seed=0).steps == int(named[1])
 
 
+@pytest.mark.parametrize("text", ["", "methods: []\n", "name: mine\n"])
+def test_a_file_without_rows_is_refused(tmp_path, text):
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(ValueError, match="needs `methods`"):
+        Comparison.from_yaml(tmp_path / "mine.yaml")
+
+
 def test_learning_rates_without_a_dot_are_numbers(tmp_path):
     file = tmp_path / "lora.yaml"
     file.write_text("tuning: {lr: 1e-4}\nmethods: [{name: a, tune: {how: lora, lr: 2e-4}}]\n")

@@ -301,6 +301,13 @@ def test_a_loss_that_is_no_number_is_a_row_that_says_so(tmp_path, monkeypatch):
     assert {row.name: row.failed for row in make_rows(cells)}["w"] == "its loss is not a number"
 
 
+def test_an_adapter_of_another_model_is_a_row_that_says_so(tmp_path):
+    methods = (Method(name="shipped", adapter="k8"), Method(name="w", attention="window"))
+    found = make_rows(run(dataclasses.replace(COMPARISON, methods=methods), settings(tmp_path)).cells)
+    failed = {row.name: row.failed for row in found}
+    assert "this adapter was made for" in failed["shipped"] and failed["w"] is None
+
+
 def test_adapters_are_measured_as_they_are(tmp_path, outcome, rows):
     folder = next(folder for folder in (outcome[0] / "trained").iterdir() if folder.is_dir())
     comparison = dataclasses.replace(COMPARISON, methods=(Method(name="saved", adapter=f"{folder},{folder}"),))

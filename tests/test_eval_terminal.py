@@ -6,8 +6,9 @@ import pytest
 from rich.console import Console
 
 from focus_attn.evaluation.bootstrap import Interval
+from focus_attn.evaluation.requests import Requests, Task
 from focus_attn.evaluation.summary import Cell, Row
-from focus_attn.evaluation.terminal import print_grids, print_positions
+from focus_attn.evaluation.terminal import print_grids, print_positions, print_rows
 
 ADAPTERS = ["first", "second", "third", "fourth"]
 
@@ -45,6 +46,14 @@ def test_adapters_share_a_table_only_where_it_fits(print_on, title):
     assert narrow.count(title) == len(ADAPTERS)
     for text in (wide, narrow):
         assert "…" not in text and all(name in text for name in ["base", *ADAPTERS])
+
+
+def test_every_short_verdict_is_explained():
+    few = Interval(0.99, 0.98, 1.02, 4, 1000, 0.95)
+    row = Row("text", "ppl", 4, dict.fromkeys(("base", "k8"), few), {"k8": few}, True, None, None, {})
+    requests = Requests({"text": Task("text", "losses", "perplexity")}, [])
+    text = printed(120, lambda console: print_rows(console, requests, [row], "base"))
+    assert " few " in text and "few: fewer than six blocks or questions" in text
 
 
 def test_ratios_and_differences_in_one_table_can_be_told_apart():

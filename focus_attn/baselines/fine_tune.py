@@ -95,7 +95,7 @@ def fine_tune(
         settings["data"] = hashlib.sha256(data.cpu().numpy().tobytes()).hexdigest()
         if path.exists():
             losses = _restore(path, parameters, optimizer, settings)
-    trained.train()
+    trained.eval()  # no dropout, which attention functions of our own do not have; routers are trained so too
     for step in range(len(losses), steps):
         for group in optimizer.param_groups:
             group["lr"] = lr * _schedule(step, steps, warmup)
@@ -120,7 +120,6 @@ def fine_tune(
         finally:
             if path is not None and due:
                 _save(path, parameters, optimizer, losses, settings)
-    trained.eval()
     if method == "full":
         cast_parameters(trained.parameters(), dtype)
     return FineTuned(trained, sum(p.numel() for p in parameters), losses)

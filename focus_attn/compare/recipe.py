@@ -227,6 +227,8 @@ class Comparison:
             for holder in (values, *(methods if isinstance(methods, list) else ())):
                 if isinstance(holder, dict) and "training" in holder:
                     holder["training"] = _like(holder["training"], path.parent)
+            if not methods and not values.get("bench"):
+                raise ValueError("a comparison needs `methods`, the rows to measure beside full attention")
             return cls.from_dict(values)
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ValueError(f"{str(path)!r} is not YAML: {' '.join(str(error).split())}") from None

@@ -35,6 +35,8 @@ def print_rows(console: Console, requests: Requests, rows: Sequence[Row], base: 
             "within: the paired 95 % interval holds 0 (a ratio of 1), so that no difference can be told. "
             "better, worse: it does not hold it."
         )
+    if any(row.verdict(model) == TOO_FEW for row in rows for model in row.against_base):
+        console.print("few: fewer than six blocks or questions, too few to tell; ask for more.")
     if floors := [f"{row.task} {row.metric}" for row in rows if row.at_floor]:
         console.print(
             f"floor: the base model is less than two standard errors above chance, not counted: {', '.join(floors)}."
