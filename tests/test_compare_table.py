@@ -174,6 +174,20 @@ def test_plot_is_drawn(tmp_path):
     assert "keeps every pair" in drawn
 
 
+def test_the_panel_reaches_further_where_most_rows_are_far_off(tmp_path):
+    pytest.importorskip("matplotlib")
+
+    def drawn(names):
+        far = [cell("w", above(1.1)), cell("far", above(3.0))]
+        plot_pareto(make_rows([FULL, *names, *far]), AT, "title", tmp_path / "pareto.svg")
+        return (tmp_path / "pareto.svg").read_text()
+
+    few_off = drawn([cell(f"near {number}") for number in range(3)])
+    assert "w: " in few_off and "far: " in few_off
+    most_off = drawn([cell(f"off {number}", above(0.5 + number / 10)) for number in range(6)])
+    assert "w: " not in most_off and "off 5: " not in most_off and "far: " in most_off
+
+
 def test_several_places_are_files_of_their_own(tmp_path):
     pytest.importorskip("matplotlib")
     comparison = Comparison(title="Peers", methods=(Method(name="window", attention="window"),))

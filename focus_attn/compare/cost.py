@@ -24,8 +24,9 @@ ASSUMPTIONS = (
     f"parameter and token {FORWARD} FLOP forward, {FROZEN} in training with frozen weights (forward, recomputation, "
     f"gradient of the activations), {TRAINED} where the weights are trained too; the attention's own products, small "
     "beside these at such lengths, loading and benchmarks are left out; a frozen weight takes "
-    f"{BYTES} bytes, a trained one {BYTES_TRAINED}, of at most {FILLED:.0%} of a GPU's {MEMORY / 1e9:.0f} GB. A model "
-    "that needs several GPUs is spread over them by transformers, which was not tried here. Estimates, no measurements."
+    f"{BYTES} bytes, a trained one {BYTES_TRAINED}, and each {BYTES} more in the model that a row is trained on a copy "
+    f"of, of at most {FILLED:.0%} of a GPU's {MEMORY / 1e9:.0f} GB. A model that needs several GPUs is spread over "
+    "them by transformers, which was not tried here. Estimates, no measurements."
 )
 
 
@@ -60,7 +61,8 @@ def estimate(comparison: Comparison, parameters: float, tokens: float | None = N
         trained, flop = tokens, tokens * TRAINED * parameters
     places = sum(length * one.blocks for one in comparison.data.values() for length in one.lengths)
     measured = float(places * sum(len(comparison.seeds_of(method)) for method in comparison.methods))
-    gpus = math.ceil(parameters * bytes_each / (MEMORY * FILLED))
+    copied = 0 if tokens is not None else BYTES  # rows are trained on a copy of the model
+    gpus = math.ceil(parameters * (bytes_each + copied) / (MEMORY * FILLED))
     training = max(flop / (PEAK * USED), trained / MOST_TRAINED)
     measuring = max(measured * FORWARD * parameters / (PEAK * USED), measured / MOST_MEASURED)
     return Estimate(trained, measured, gpus, (training + measuring) / 3600)

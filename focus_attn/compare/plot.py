@@ -22,7 +22,8 @@ LINES = ("-", "--", ":")  # of each round through the colours
 # Shares of a panel.
 MARGIN, SIDE_MARGIN, NAME_HEIGHT, LETTER_WIDTH, POINT_WIDTH = 0.1, 1 / 7, 0.035, 0.0115, 0.02
 GAP = 3  # letters between two names
-OFF_THE_SCALE = 1.5  # times the base's perplexity: such rows are named at the upper edge
+OFF_THE_SCALE = 1.5  # times the base's perplexity: such rows are named at the upper edge,
+MOST_OFF = 1 / 3  # of the rows at most; where more are so far off, the panel reaches further
 
 
 def draw(comparison: Comparison, cells: Sequence[Cell], path: Path) -> list[Path]:
@@ -61,16 +62,18 @@ def plot_pareto(rows: Sequence[Row], place: Place, title: str, path: Path) -> No
     from matplotlib.ticker import MaxNLocator
 
     here = [row for row in rows if row.place == place and row.ppl is not None]
-    best = min(row.ppl for row in here if row.ppl is not None)
-    top = OFF_THE_SCALE * next((row.ppl for row in here if row.is_base), best)  # type: ignore[operator]
+    perplexities = sorted(row.ppl for row in here if row.ppl is not None)
+    base = next((row.ppl for row in here if row.ppl is not None and row.is_base), perplexities[0])
+    within = perplexities[math.ceil(len(perplexities) * (1 - MOST_OFF)) - 1]
+    top = OFF_THE_SCALE * (within if within > OFF_THE_SCALE * base else base)
     axes_of = (
-        ("multiply_adds", "multiply-adds of the attention, share of dense, selection included", "{:.0%}"),
-        ("ms", "measured time of the attention, ms a layer (this implementation)", "{:g}"),
+        ("multiply_adds", "multiply-adds of the attention, share of dense, selection included", "{:.4g}%", 100),
+        ("ms", "measured time of the attention, ms a layer (this implementation)", "{:g}", 1),
     )
     panels = [panel for panel in axes_of if any(getattr(row, panel[0]) is not None for row in here)]
     with _figure(title, path, 6.0 * len(panels)) as figure:
         drawn = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-        for axes, (cost, label, numbers) in zip(drawn, panels, strict=True):
+        for axes, (cost, label, numbers, unit) in zip(drawn, panels, strict=True):
             axes.set_xscale("log", base=2)
             axes.margins(x=SIDE_MARGIN / (1 - 2 * SIDE_MARGIN), y=MARGIN / (1 - 2 * MARGIN))
             _panel(axes, [row for row in here if getattr(row, cost) is not None], cost, top)
@@ -78,7 +81,9 @@ def plot_pareto(rows: Sequence[Row], place: Place, title: str, path: Path) -> No
             lowest, highest = axes.get_xlim()
             if highest < 4 * lowest:  # powers of two would leave one tick, or none
                 axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
-            axes.xaxis.set_major_formatter(lambda value, _, numbers=numbers: numbers.format(value))
+            axes.xaxis.set_major_formatter(
+                lambda value, _, written=(numbers, unit): written[0].format(value * written[1])
+            )
         figure.axes[0].set_ylabel("perplexity (lower is better)")
         figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
 
