@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +16,7 @@ from focus_attn.training import documents as documents_module
 from focus_attn.training import token_cache
 from focus_attn.training.blocks import ShuffledBlocks, cut_blocks
 from focus_attn.training.data import Sources, check_vocabulary, open_tokens
-from focus_attn.training.documents import Answered
+from focus_attn.training.documents import Answered, documents_to_measure
 from focus_attn.training.recipe import Data
 from focus_attn.training.token_file import write_tokens
 from focus_attn.training.token_store import TokenStore
@@ -338,6 +339,18 @@ def test_a_hub_dataset_is_streamed_up_to_what_is_needed(monkeypatch, tokenizer):
     assert 1000 <= store.tokens < 1000 + len(LONG)
     assert len(taken) <= 2 * token_cache.DOCUMENTS_AT_ONCE
     assert calls == [(("owner/name", "part"), {"split": "validation", "streaming": True})]
+
+
+def test_texts_to_measure_come_from_the_hub_too(monkeypatch, tmp_path):
+    calls = fake_datasets(monkeypatch, lambda: iter([{"text": " "}, *[{"text": LONG}] * 9]))
+    assert documents_to_measure("hub:owner/name:test", most=2 * len(LONG) - 1) == [LONG, LONG]
+    assert calls == [(("owner/name", None), {"split": "test", "streaming": True})]
+    assert documents_to_measure(Path("hub:owner/name")) == [LONG] * 9
+    (tmp_path / "a.txt").write_text(SHORT)
+    assert documents_to_measure(tmp_path / "a.txt") == [SHORT]
+    fake_datasets(monkeypatch, lambda: iter([{"text": " "}]))
+    with pytest.raises(ValueError, match="holds no text"):
+        documents_to_measure("hub:owner/name")
 
 
 def test_an_interrupted_download_is_a_sentence_and_leaves_nothing(monkeypatch, tokenizer, cache):

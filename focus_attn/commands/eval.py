@@ -19,7 +19,9 @@ def evaluate(
     adapter: Annotated[
         list[str] | None, typer.Option(metavar="DIR", help="Or a shipped one's name; repeat it.")
     ] = None,
-    text: Annotated[Path | None, typer.Option(help="A .txt, .md, .jsonl or a folder of them.")] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="A .txt, .md, .jsonl, a folder of them, or hub:owner/name[:split].")
+    ] = None,
     no_perplexity: Annotated[bool, typer.Option("--no-perplexity", help="Leave the text's own out.")] = False,
     length: Annotated[str, typer.Option(help="Tokens a block, as in 2048,8K.")] = "2048",
     stride: Annotated[int | None, typer.Option(help="Also windows that move by this.")] = None,

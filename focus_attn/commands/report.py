@@ -19,8 +19,8 @@ def report(
     text: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Text that the routers were not fitted to: .txt, .md, .jsonl or a folder; twice to compare two kinds "
-            "of text. Without: the part of Python's documentation that the demo holds out.",
+            help="Text that the routers were not fitted to: .txt, .md, .jsonl, a folder or hub:...; twice to compare two "
+            "kinds of text. Without: the part of Python's documentation that the demo holds out.",
             show_default=False,
         ),
     ] = None,
@@ -87,11 +87,12 @@ def _measure(
     from focus_attn.pretrained import DEFAULT, load_with_adapter
     from focus_attn.report.measure import measure
     from focus_attn.report.terminal import StageBars
-    from focus_attn.text import default_text, read_text
+    from focus_attn.text import default_text
+    from focus_attn.training.documents import documents_to_measure
     from focus_attn.zoo import find_adapter
 
     place, folder = read_device(device), find_adapter(adapter)
-    documents = [(path.name, read_text(path)) for path in texts]
+    documents = [(path.name, documents_to_measure(path)) for path in texts]
     if not documents:
         default = default_text()
         documents = [(default.name, default.held_out)]

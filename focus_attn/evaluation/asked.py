@@ -17,7 +17,8 @@ from focus_attn.evaluation.retrieval import DEPTHS, retrieval
 from focus_attn.evaluation.tasks import short_form
 from focus_attn.evaluation.text_requests import blocked, strided
 from focus_attn.progress import Progress
-from focus_attn.text import default_text, read_text
+from focus_attn.text import default_text
+from focus_attn.training.documents import documents_to_measure
 
 FORMS = ("short", "shots", "text")
 
@@ -56,7 +57,7 @@ def build(tokenizer: PreTrainedTokenizerBase, asked: Asked, progress: Progress |
         raise ValueError(f"--forms {','.join(asked.forms)} need a length: give --long TOKENS, as in --long 4096")
     if asked.long and not asked.tasks:
         raise ValueError("--long is the length of the long forms of --tasks: name some")
-    documents = default_text().held_out if asked.text is None else read_text(asked.text)
+    documents = default_text().held_out if asked.text is None else documents_to_measure(asked.text)
     work: list[Callable[[], Requests]] = []
     for length in asked.lengths:
         work.append(partial(blocked, tokenizer, documents, length, asked.window, asked.blocks))

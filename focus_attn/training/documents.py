@@ -14,6 +14,7 @@ from focus_attn.training.recipe import Data
 
 HUB = "hub:"
 LONGEST_NAME = 255  # of a file, in most file systems
+CHARACTERS_TO_MEASURE = 20_000_000  # of a hub dataset, which need not end
 JOINED_CHARACTERS = 1 << 20  # of a document of joined lines: a stream is read a piece at a time
 PROMPT, COMPLETION = "prompt", "completion"
 
@@ -119,6 +120,20 @@ def hub_documents(name: str, data: Data) -> Iterator[str]:
     return dataset_documents(
         name, lambda: load_dataset(dataset, subset or None, split=split or "train", streaming=True), data
     )
+
+
+def documents_to_measure(source: str | Path, most: int = CHARACTERS_TO_MEASURE) -> list[str]:
+    """Those of a file or a folder, or the first of a hub dataset."""
+    if not str(source).startswith(HUB):
+        return read_text(source)
+    documents: list[str] = []
+    for document in filter(str.strip, hub_documents(str(source), Data())):
+        documents.append(document)
+        if (most := most - len(document)) <= 0:
+            break
+    if not documents:
+        raise ValueError(f"{str(source)!r} holds no text")
+    return documents
 
 
 def dataset_documents(name: str, load: Callable[[], Iterable[Any]], data: Data) -> Iterator[str]:
