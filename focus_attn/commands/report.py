@@ -19,8 +19,8 @@ def report(
     text: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Text that the routers were not fitted to: .txt, .md, .jsonl, a folder or hub:...; twice to compare two "
-            "kinds of text. Without: the part of Python's documentation that the demo holds out.",
+            help="Text that the routers were not fitted to: .txt, .md, .jsonl, a folder or hub:...; twice to compare "
+            "two kinds of text. Without: the part of Python's documentation that the demo holds out.",
             show_default=False,
         ),
     ] = None,
